@@ -1,0 +1,243 @@
+"""Envoys that carry values: what a block, its attention and its MLP are wrapped in.
+
+`ValueHost` is what `Value` needs of whoever carries it: where it hangs, which block and config
+it belongs to, how long its axes are, why a value is missing. `Host` is that for a module of a
+block; a family subclasses it, one class a table of values.
+
+A host reads the config through the interleaver, which the whole tree shares and which a
+remote run resolves to the server's own, so that an envoy works after it has travelled.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from nnsight import Envoy
+from nnsight.intervention.source import SourceNotAvailable, install_source
+
+from .errors import NoSuchName, Unavailable
+from .places import Moved, Place, Resolved, resolve
+from .values import Value
+
+if TYPE_CHECKING:
+    from .family import Case, Family
+    from .interleaving import RunInterleaver
+    from .model import StandardizedTransformer
+
+__all__ = ["Host", "Layers", "ValueHost"]
+
+
+class ValueHost(Envoy):
+    """An envoy whose class attributes are values."""
+
+    interleaver: RunInterleaver
+    family: Any
+
+    @classmethod
+    def values(cls) -> dict[str, Value]:
+        """The values declared on this class, by name, as `print` lists them."""
+        found: dict[str, Value] = {}
+        for klass in cls.__mro__:
+            for name, attribute in vars(klass).items():
+                if isinstance(attribute, Value):
+                    found.setdefault(name, attribute)
+        return found
+
+    @property
+    def _root(self) -> StandardizedTransformer:
+        return self.interleaver.root
+
+    @property
+    def _root_path(self) -> str:
+        return self._root.path
+
+    @property
+    def _origin(self) -> str:
+        """The path that places are written from: the block's, or the root's."""
+        raise NotImplementedError
+
+    def _case(self) -> Case:
+        raise NotImplementedError
+
+    def _label(self, name: str) -> str:
+        """The value as the user spells it, without the model's name."""
+        raise NotImplementedError
+
+    def _module_at(self, base: str) -> torch.nn.Module:
+        """The module at ``base`` under the origin."""
+        path = f"{self._origin}.{base}" if base else self._origin
+        return self._root._module.get_submodule(path.partition(".")[2])
+
+    def _place(self, value: Value, place: Place, case: Case | None = None) -> Resolved:
+        """Where ``place`` is in the installed source; raises `Moved`."""
+        case = case or self._case()
+        cache = self.interleaver.resolved
+        key = (value, place, case.attn_implementation, case.experts_implementation)
+        if key not in cache:
+            family = self._root.family
+            callees = {name: lambda look_up=look_up: look_up(case) for name, look_up in family.callees.items()}
+            try:
+                cache[key] = resolve(self._native(place), self._module_at(""), callees)
+            except Moved as moved:
+                cache[key] = moved
+        found = cache[key]
+        if isinstance(found, Moved):
+            raise found
+        return found
+
+    def _native(self, place: Place) -> Place:
+        return place
+
+    def _reason(self, value: Value, case: Case) -> str | None:
+        """Why this host lacks ``value`` in this case, or ``None``."""
+        reason = value.unavailable(case)
+        if reason is not None:
+            return reason
+        recomputed = value.is_recomputed(case)
+        try:
+            for place in (value.source, value.sink) if recomputed else (value.place,):
+                self._place(value, place, case)
+        except Moved as moved:
+            return self.interleaver.moved(moved)
+        return None
+
+    def _lengths(self, pattern: str) -> dict[str, int]:
+        """The axes that einops can't read off a tensor shaped like ``pattern``."""
+        lengths = {}
+        for group in pattern.split("(")[1:]:
+            for axis in group.partition(")")[0].split()[1:]:
+                lengths[axis] = self.interleaver.seq if axis == "seq" else self._axis(axis)
+        return lengths
+
+    def _axis(self, name: str) -> int:
+        return self._root.family.axes[name](self._root._module.config)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name.startswith("_"):
+                raise
+            raise NoSuchName(self._described(), name, self._names()) from error
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse, inside a trace, to assign a name that means nothing: the edit would go nowhere."""
+        if (
+            not name.startswith("_")
+            and not isinstance(value, torch.nn.Module)
+            and name not in self.__dict__
+            and not hasattr(type(self), name)
+            and "interleaver" in self.__dict__
+            and self.interleaver.interleaving
+        ):
+            raise NoSuchName(self._described(), name, self._names(), "has nothing to assign at")
+        super().__setattr__(name, value)
+
+    def _described(self) -> str:
+        return f"{self.path} ({type(self).__name__})"
+
+    def _names(self) -> list[str]:
+        return [*self.values(), *self.__dict__.get("_child_map", {}), *self.__dict__.get("_aliases", {})]
+
+
+class Host(ValueHost):
+    """A module of a block, carrying values.
+
+    Attributes:
+        at: Where the module hangs in its block; ``""`` for the block itself.
+        absent: Gives the reason why a block has no such host.
+        family: The family that registered the class.
+    """
+
+    at: ClassVar[str] = ""
+    family: ClassVar[Family]
+
+    @staticmethod
+    def absent(case: Case) -> str:
+        """Why a block does not have this host."""
+        raise NotImplementedError
+
+    @classmethod
+    def dotted(cls, name: str) -> str:
+        """``name`` as `support` spells it, from the block: ``"self_attn.attention_scores"``."""
+        return f"{cls.at}.{name}" if cls.at else name
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._instrument()
+
+    def _update(self, module: torch.nn.Module) -> None:
+        super()._update(module)
+        self._instrument()
+
+    def _instrument(self) -> None:
+        """Instrument the forwards that places run through, before any of them starts.
+
+        The block does it for all its hosts. A forward that is running already can't be
+        swapped for its instrumented twin, so this can't wait for the first read.
+        """
+        if self.at:
+            return
+        places = {place for host in self.family.hosts for value in host.values().values() for place in (value.place,)}
+        for path in sorted({sourced(place) for place in places} - {None}):
+            try:
+                install_source(self.get(path) if path else self)
+            except (AttributeError, SourceNotAvailable):
+                continue  # This block has no such module; `support` tells why.
+
+    @property
+    def _origin(self) -> str:
+        return self.path.removesuffix(f".{self.at}") if self.at else self.path
+
+    @property
+    def _layer(self) -> int:
+        return int(self._origin.rpartition(".")[2])
+
+    def _case(self) -> Case:
+        return self.family.case(self._root._module.config, self._layer)
+
+    def _label(self, name: str) -> str:
+        return f"layers[{self._layer}].{self.dotted(name)}"
+
+    def __getattr__(self, name: str) -> Any:
+        for host in self.family.hosts:
+            if host.at == self.at and name in host.values():
+                # Another kind of block has this value: say so, not "no such attribute".
+                raise Unavailable(f"{self._label(name)} is unavailable: {host.absent(self._case())}")
+            if host.at == self.dotted(name) and self.family.present(self._root.config, self._layer, host.at) is None:
+                # A module, not a value: `hasattr` has to answer False.
+                raise AttributeError(f"{self._label(name)} is not there: {host.absent(self._case())}")
+        return super().__getattr__(name)
+
+    def support(
+        self, *, attn_implementation: str | None = None, experts_implementation: str | None = None
+    ) -> dict[str, str | None]:
+        """What this host and those inside it offer: a value's dotted name to ``None`` or the reason why not.
+
+        Args:
+            attn_implementation: Answer as if the model ran this attention implementation.
+            experts_implementation: Answer as if it ran this experts implementation.
+        """
+        support = self._root.support(
+            layer=self._layer, attn_implementation=attn_implementation, experts_implementation=experts_implementation
+        )
+        prefix = f"{self.at}." if self.at else ""
+        return {name.removeprefix(prefix): reason for name, reason in support.items() if name.startswith(prefix)}
+
+
+class Layers(Envoy):
+    """The model's blocks, by index or slice; a negative index counts from the end."""
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, int) and not -len(self) <= key < len(self):
+            raise IndexError(f"layers[{key}]: the model has {len(self)} layers, 0 to {len(self) - 1} (or -{len(self)} to -1)")
+        return super().__getitem__(key)
+
+
+def sourced(place: Place) -> str | None:
+    """The module whose forward holds the first operation of ``place``, or ``None`` without one."""
+    for index, step in enumerate(place.steps):
+        if step.code is not None:
+            return ".".join(part.name for part in place.steps[:index])
+    return None

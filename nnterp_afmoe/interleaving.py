@@ -1,0 +1,156 @@
+"""What a run has to know beyond nnsight's own: how many tokens a row has, and which are real.
+
+Inside a mixture tensors are flat over tokens, ``[batch*seq, ...]``. nnsight narrows a value to
+one prompt's rows by its first axis being the batch; here a first axis of batch times seq is
+narrowed as well, to the tokens of those rows. Both numbers are of the forward pass that is
+running: the first block's input is observed on its way by.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from nnsight.intervention.batching import Batcher
+from nnsight.intervention.interleaver import Interleaver, Mediator
+from nnsight.intervention.source import SourceEnvoy
+from nnsight.intervention.util import first_input
+from nnsight.modeling.tp import TPFragments
+
+from .places import Moved, Place, Resolved
+from .values import current_mediator
+
+if TYPE_CHECKING:
+    from .hosts import ValueHost
+    from .model import StandardizedTransformer
+    from .values import Value
+
+__all__ = ["RunInterleaver", "TokenBatcher"]
+
+#: Observes for the whole batch, whatever the prompts.
+WHOLE_BATCH = SimpleNamespace(batch_group=None)
+
+
+class Observer:
+    """An entry among the interleaver's observers: hands what passes to a function."""
+
+    def __init__(self, function: Any) -> None:
+        self.observe_selected = lambda selected, value: function(value)
+
+
+class RunInterleaver(Interleaver):
+    """nnsight's interleaver, which also knows the model and the shape of the running forward pass.
+
+    Attributes:
+        seq: Tokens a row in the forward pass that is running.
+        mask: Its ``[batch, tokens so far]`` attention mask, or ``None``.
+        resolved: The places resolved so far.
+    """
+
+    def __init__(self, root: StandardizedTransformer) -> None:
+        super().__init__(fragments=TPFragments())
+        self._root = weakref.ref(root)
+        self.seq: int = 1
+        self.mask: torch.Tensor | None = None
+        self.resolved: dict[tuple[Value, Place, str, str], Resolved | Moved] = {}
+
+    @property
+    def root(self) -> StandardizedTransformer:
+        """The model's root envoy."""
+        root = self._root()
+        if root is None:
+            raise ReferenceError("the model of this envoy has been deleted")
+        return root
+
+    def moved(self, moved: Moved) -> str:
+        """The reason for a value whose place is not in the installed release."""
+        import transformers
+
+        return f"{moved}, in transformers {transformers.__version__}; a release that this package is tested with has it"
+
+    def reindex(self) -> None:
+        super().reindex()
+        if self.mediators:
+            root = self.root
+            for location, function in (
+                (f"{root.path}.input", self._see_call),
+                (f"{root.layers.path}.0.input", self._see_block),
+            ):
+                self.observers.setdefault(location, []).append((WHOLE_BATCH, Observer(function), ("", "")))
+
+    def _see_call(self, value: Any) -> None:
+        _, kwargs = value
+        mask = kwargs.get("attention_mask")
+        self.mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+
+    def _see_block(self, value: Any) -> None:
+        self.seq = first_input(*value).shape[1]
+
+    def own_mask(self) -> torch.Tensor | None:
+        """The rows of `mask` that are the running block of code's."""
+        mediator = current_mediator()
+        if self.mask is None or mediator is None or self.batcher is None:
+            return self.mask
+        return self.batcher.narrow(self.mask, mediator.batch_group)
+
+    def cancel(self) -> None:
+        super().cancel()
+        self.mask = None
+
+    @contextmanager
+    def stood_down(self) -> Iterator[None]:
+        """Run modules outside their place in the forward pass, served to nobody."""
+        interleaving, self.interleaving = self.interleaving, False
+        try:
+            yield
+        finally:
+            self.interleaving = interleaving
+
+    def instrument_call(self, host: ValueHost, mediator: Mediator, path: str) -> None:
+        """Make the operations inside the function called at ``path`` addressable in this run.
+
+        nnsight counts the visits of an operation from when it is instrumented. A block of
+        code that first asks at a later step of a generation would so wait for a visit that
+        does not come; the steps already made are counted in.
+        """
+        if self.sourced.get(path) is not None:
+            return
+        made = mediator.occurrence(f"{path}.output")
+
+        def count_in(location: str) -> None:
+            self.counts[location] = mediator.counts_at_start.get(location, 0) + made
+
+        count_in(f"{path}.fn")
+        inside = SourceEnvoy(host, path.rpartition(".")[2], path, "", 0).source
+        for label in inside.names:
+            for end in ("input", "skip", "output"):
+                count_in(f"{path}.source.{label}.{end}")
+
+
+class TokenBatcher(Batcher):
+    """Narrows and widens tensors that are flat over tokens, as nnsight's does those over rows."""
+
+    def _flat(self, tensor: torch.Tensor) -> int:
+        """Leading entries that one row takes up in ``tensor``: the tokens a row if it is flat, else 1."""
+        seq = self.envoy.interleaver.seq
+        return seq if tensor.dim() and seq > 1 and tensor.shape[0] == self.total * seq else 1
+
+    def _narrow_tensor(self, tensor: torch.Tensor, group: list) -> torch.Tensor:
+        each = self._flat(tensor)
+        if each == 1:
+            return super()._narrow_tensor(tensor, group) if tensor.dim() else tensor
+        start, size = group
+        view = tensor.narrow(0, start * each, size * each)
+        view._nnsight_batch = True  # as the base class marks its slices, for `.grad`
+        return view
+
+    def _widen_tensor(self, full: torch.Tensor, group: list, edited: torch.Tensor) -> torch.Tensor:
+        each = self._flat(full)
+        if each == 1:
+            return super()._widen_tensor(full, group, edited) if full.dim() else edited
+        start, size = (each * number for number in group)
+        return torch.cat([full[:start], edited, full[start + size :]], dim=0)

@@ -1,0 +1,260 @@
+"""`StandardizedTransformer`: a supported model under standard names, its values to read and to write."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from nnsight.modeling.transformers import TransformersModel
+from transformers import TextGenerationPipeline
+
+from .family import Case, Family
+from .hosts import ValueHost
+from .interleaving import RunInterleaver, TokenBatcher
+from .layouts import Logits, NextTokenProbs, Residual, Tokens
+from .loading import family_for, refuse_unknown
+from .places import Place, Step
+from .support import Support, layer_support
+from .values import Value
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nnsight import Envoy
+
+    from .families import Block
+
+__all__ = ["Blocks", "StandardizedTransformer"]
+
+
+if TYPE_CHECKING:
+
+    class Blocks(Envoy):
+        """The model's blocks."""
+
+        def __getitem__(self, key: int) -> Block: ...  # pyright: ignore[reportIncompatibleMethodOverride]
+        def __iter__(self) -> Iterator[Block]: ...
+else:
+    from .hosts import Layers as Blocks
+
+
+def last_token_probs(host: ValueHost, logits: torch.Tensor) -> torch.Tensor:
+    """The softmax over the last real token's logits, in float32."""
+    mask = host.interleaver.own_mask()
+    last = logits[:, -1]
+    if mask is not None and mask.shape[1] == logits.shape[1]:
+        # The last position whose mask is not zero; the last of all where padding is on the left.
+        position = mask.shape[1] - 1 - mask.flip(1).ne(0).int().argmax(1)
+        last = logits[torch.arange(logits.shape[0], device=logits.device), position]
+    return last.float().softmax(-1)
+
+
+def call_size(host: ValueHost, ids: torch.Tensor) -> torch.Size:
+    """How many rows, and tokens a row, this call is of."""
+    return ids.shape[:2]
+
+
+class StandardizedTransformer(TransformersModel, ValueHost):
+    """A model of a supported family, wrapped for tracing, with every named value to read and to write.
+
+    nnsight's `TransformersModel` with the standard names on top: ``layers``, ``embed_tokens``, ``norm``
+    and ``lm_head`` at the root, the values of `values.md` on the root, each block, its attention and
+    its MLP. Every native path (``model.model.layers[0].mlp.router``) works as before.
+
+        model = StandardizedTransformer("arcee-ai/Trinity-Nano-Base")
+        with model.trace("The Eiffel Tower is in"):
+            stream = model.layers[3].layer_output.save()
+
+    Like nnsight's, it loads no weights until it runs: printing, `support` and `scan` need none.
+
+    Args:
+        model: A hub name, a local folder, or a loaded model.
+        **kwargs: Everything ``from_pretrained`` and `TransformersModel` take: ``tokenizer``, ``dtype``,
+            ``device_map``, ``revision``, ``attn_implementation``, ``experts_implementation``, ``dispatch``, ...
+
+    Raises:
+        UnsupportedModel: the model is of another type.
+        ConfigError: its config contradicts itself.
+        LoadError: there is no config, or a keyword is unknown.
+    """
+
+    layers: Blocks
+    embed_tokens: Envoy
+    norm: Envoy
+    lm_head: Envoy
+    family: Family
+
+    logits = Value(Logits, "output[logits]", "what the model returns")
+    token_embeddings = Value(Residual, "embed_tokens.output", "embed_tokens' output, before any scaling")
+    final_norm_output = Value(Residual, "norm.output", "the normed stream that lm_head reads")
+    lm_head_output = Value(Logits, "lm_head.output", "lm_head's output")
+    next_token_probs = Value(
+        NextTokenProbs, "output[logits]", "softmax at the last real token, float32; read-only", view=last_token_probs
+    )
+    input_ids = Value(Tokens, "input[input_ids]", "the token ids of this call")
+    attention_mask = Value(Tokens, "input[attention_mask]", "zeros are padding")
+    input_size = Value(None, "input[input_ids]", "[batch seq] of this call; read-only", view=call_size)
+
+    _batcher_class = TokenBatcher
+
+    def __init__(self, model: str | os.PathLike | torch.nn.Module, **kwargs: Any) -> None:
+        source = os.fspath(model) if isinstance(model, os.PathLike) else model
+        family = family_for(source, **kwargs)
+        refuse_unknown(source, family, kwargs)
+        object.__setattr__(self, "family", family)
+        # Named here because nnsight asks the hub for a checkpoint's task, and a folder is on no hub.
+        kwargs.setdefault("task", "text-generation")
+        super().__init__(
+            source,
+            interleaver=RunInterleaver(self),
+            envoys=dict(family.envoys),
+            rename=dict(family.rename),
+            **kwargs,
+        )
+
+    # -- loading -------------------------------------------------------------------
+
+    def _wrap(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        if self.tokenizer is None and not self.repo_id:
+            # A model made in the process names no checkpoint to take a tokenizer from. Token
+            # ids need none; a string is refused where it is passed.
+            self.task = "text-generation"
+            self.pipeline = TextGenerationPipeline(model=module, tokenizer=None)
+            return module
+        return super()._wrap(module, *args, **kwargs)
+
+    def _load(self, repo_id: str, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """Load the weights, under the implementations that the undispatched model has been switched to."""
+        skeleton = self.__dict__.get("_module")
+        module = super()._load(repo_id, *args, **kwargs)
+        if skeleton is not None:
+            module.set_attn_implementation(skeleton.config._attn_implementation)
+            module.set_experts_implementation(skeleton.config._experts_implementation)
+        return module
+
+    def _update(self, module: torch.nn.Module) -> None:
+        super()._update(module)
+        self.interleaver.resolved.clear()
+
+    # -- sizes ---------------------------------------------------------------------
+
+    @property
+    def config(self) -> Any:
+        """The model's config, as it is now."""
+        return self._module.config
+
+    @property
+    def num_layers(self) -> int:
+        """How many blocks there are."""
+        return self.config.num_hidden_layers
+
+    @property
+    def hidden_size(self) -> int:
+        """The width of the residual stream."""
+        return self._axis("hidden_size")
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads a block."""
+        return self._axis("num_heads")
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads a block."""
+        return self._axis("num_kv_heads")
+
+    @property
+    def head_dim(self) -> int:
+        """The width of a head's values."""
+        return self._axis("head_dim")
+
+    @property
+    def qk_head_dim(self) -> int:
+        """The width of a head's queries and keys."""
+        return self._axis("qk_head_dim")
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens in the vocabulary."""
+        return self._axis("vocab_size")
+
+    @property
+    def intermediate_size(self) -> int:
+        """Neurons of a dense block's MLP."""
+        return self._axis("intermediate_size")
+
+    @property
+    def num_experts(self) -> int:
+        """Routed experts of a mixture."""
+        return self._axis("num_experts")
+
+    @property
+    def top_k(self) -> int:
+        """Experts a token goes through in a mixture."""
+        return self._axis("top_k")
+
+    # -- what is there ---------------------------------------------------------------
+
+    def support(
+        self,
+        layer: int | None = None,
+        *,
+        attn_implementation: str | None = None,
+        experts_implementation: str | None = None,
+    ) -> Any:
+        """What is available, from the config alone, before anything runs.
+
+        Args:
+            layer: Answer for this block only; negative counts from the end.
+            attn_implementation: Answer as if the model ran this attention implementation.
+            experts_implementation: Answer as if it ran this experts implementation.
+
+        Returns:
+            A `Support`: a value's dotted name (``"self_attn.attention_scores"``) to ``None`` where every
+            block has it, else ``{layer: reason}``; printed, a table. With ``layer``, a plain dict of
+            that block: a name to ``None`` or the reason.
+
+        Raises:
+            IndexError: there is no such layer.
+            ValueError: an implementation is not known.
+        """
+        if layer is None:
+            return Support(self, attn_implementation, experts_implementation)
+        index = range(self.num_layers)[layer]
+        return layer_support(self, self.family.case(self.config, index, attn_implementation, experts_implementation))
+
+    # -- what a value needs of its host -------------------------------------------------
+
+    @property
+    def _root(self) -> StandardizedTransformer:
+        return self
+
+    @property
+    def _origin(self) -> str:
+        return self.path
+
+    def _case(self) -> Case:
+        return self.family.case(self.config, 0)
+
+    def _label(self, name: str) -> str:
+        return name
+
+    def _native(self, place: Place) -> Place:
+        native = {standard: path for path, standard in self.family.rename.items()}
+        if not place.steps or place.steps[0].name not in native:
+            return place
+        first = tuple(Step(part) for part in native[place.steps[0].name].split("."))
+        return Place((*first, *place.steps[1:]), place.key, place.pick)
+
+    # -- printing --------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        standard = {path.partition(".")[0] for path in self.family.rename}
+        children = [(name, child) for name, child in self._named_children() if name not in standard]
+        children += [(alias, getattr(self, alias)) for alias in self.family.rename.values()]
+        lines = [f"({name}): {child!r}" for name, child in children]
+        lines += [str(value) for value in type(self).values().values()]
+        return "\n".join([f"{self._name()}(", *(f"  {line}" for text in lines for line in text.split("\n")), ")"])
+
+
