@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .afmoe import AFMOE, Attention, Block, Dense, Mixture, SharedExpert
+from nnterp_afmoe.families.afmoe import AFMOE, Attention, Block, Dense, Mixture, SharedExpert
 
 __all__ = ["AFMOE", "Attention", "Block", "Dense", "Mixture", "SharedExpert"]

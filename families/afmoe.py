@@ -12,6 +12,7 @@ Within a class the rows stand as they are printed.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,6 +44,7 @@ from nnterp_afmoe.layouts import (
     RouterLogits,
     Values,
 )
+from nnterp_afmoe.places import parse
 from nnterp_afmoe.values import Recomputed, Value
 
 __all__ = ["AFMOE", "Attention", "Block", "Dense", "Mixture", "SharedExpert"]
@@ -89,14 +91,14 @@ def never(reason: str) -> Any:
 # -- expert_outputs under the eager experts --------------------------------------------
 
 
-def expert_slots(experts: torch.nn.Module, args: tuple, kwargs: dict) -> torch.Tensor:
+def expert_slots(experts: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     """Each slot's weighted output, ``[tokens, top_k, hidden_size]``, from the arguments the experts are called with.
 
     The eager experts add a slot to the sum as they compute it. Here every expert's slots are
     computed as there and kept: ``w * W_down(silu(W_gate x) * (W_up x))``.
     """
     names = ("hidden_states", "top_k_index", "top_k_weights")
-    hidden, index, weights = (kwargs.get(name, args[i] if i < len(args) else None) for i, name in enumerate(names))
+    hidden, index, weights = (kwargs[name] if name in kwargs else args[i] for i, name in enumerate(names))
     slots = []
     for expert in range(experts.num_experts):
         token, slot = torch.where(index == expert)
@@ -105,7 +107,9 @@ def expert_slots(experts: torch.nn.Module, args: tuple, kwargs: dict) -> torch.T
         slots.append((token * index.shape[1] + slot, out * weights[token, slot, None]))
     order = torch.cat([place for place, _ in slots]).argsort()
     return rearrange(
-        torch.cat([out for _, out in slots])[order], "(tokens top_k) hidden -> tokens top_k hidden", top_k=index.shape[1]
+        torch.cat([out for _, out in slots])[order],
+        "(tokens top_k) hidden -> tokens top_k hidden",
+        top_k=index.shape[1],
     )
 
 
@@ -116,8 +120,8 @@ def sum_slots(slots: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
 
 EAGER_SLOTS = Recomputed(
     when=lambda case: case.experts_implementation == "eager",
-    at="mlp.experts.input",
-    into="mlp.experts.output",
+    source=parse("mlp.experts.input"),
+    sink=parse("mlp.experts.output"),
     compute=expert_slots,
     fold=sum_slots,
     note="the eager experts keep no slot; it is recomputed from their arguments, and a write replaces their sum",
@@ -171,9 +175,7 @@ class Attention(Host):
         "the pattern that mixes the values",
         when=eager_attention,
     )
-    attention_head_outputs = Value(
-        HeadOutputs, f"{ATTEND}.output[0]", "each head's mix of values, BEFORE its gate"
-    )
+    attention_head_outputs = Value(HeadOutputs, f"{ATTEND}.output[0]", "each head's mix of values, BEFORE its gate")
 
 
 class Dense(Host):
@@ -225,7 +227,7 @@ class SharedExpert(Host):
         return "a dense block has no shared expert"
 
     def _axis(self, name: str) -> int:
-        config = self._root._module.config
+        config = self._root.config
         if name == "intermediate_size":
             return config.moe_intermediate_size * config.num_shared_experts
         return super()._axis(name)
@@ -358,7 +360,7 @@ def attention_function(case: Case) -> Any:
 
 def experts_function(case: Case) -> Any:
     """What `AfmoeExperts` calls under this case's implementation."""
-    return ALL_EXPERTS_FUNCTIONS.get_interface(case.experts_implementation, AfmoeExperts.forward.__wrapped__)
+    return ALL_EXPERTS_FUNCTIONS.get_interface(case.experts_implementation, inspect.unwrap(AfmoeExperts.forward))
 
 
 def attn_implementations() -> list[str]:
@@ -409,6 +411,7 @@ AFMOE = register(
         name="AFMoE",
         model_type="afmoe",
         architecture=AfmoeForCausalLM,
+        config=AfmoeConfig,
         hosts=(Block, Attention, Dense, Mixture, SharedExpert),
         present=present,
         envoys={

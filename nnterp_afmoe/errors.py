@@ -40,7 +40,7 @@ class ConfigError(LoadError):
 
 
 class Unavailable(NnterpError):
-    """This value does not exist on this block, or not under this implementation."""
+    """A value does not exist on this block, or not under this implementation."""
 
 
 class OutsideTrace(NnterpError):
@@ -71,7 +71,7 @@ class NoSuchName(AttributeError):
         self._known = known
 
     def __str__(self) -> str:
-        return f"{self.args[0]}{near(self.name, self._known)}"
+        return f"{self.args[0]}{near(self.name or '', self._known)}"
 
 
 def near(name: str, known: Iterable[str]) -> str:

@@ -47,6 +47,7 @@ class Family:
         name: The family's name in print.
         model_type: The ``model_type`` of its configs.
         architecture: The transformers class it wraps.
+        config: That class's config class.
         hosts: The envoy classes that carry values, in the order they are listed. Several
             may share one place in the block (``at``): a dense and a mixture MLP.
         present: Which host of ``hosts`` sits at ``at`` on a block, or ``None``.
@@ -66,6 +67,7 @@ class Family:
     name: str
     model_type: str
     architecture: type[nn.Module]
+    config: type[PreTrainedConfig]
     hosts: tuple[type[Host], ...]
     present: Callable[[Any, int, str], type[Host] | None]
     envoys: Mapping[type | str, type]

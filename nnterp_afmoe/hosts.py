@@ -17,7 +17,7 @@ from nnsight import Envoy
 from nnsight.intervention.source import SourceNotAvailable, install_source
 
 from .errors import NoSuchName, Unavailable
-from .places import Moved, Place, Resolved, resolve
+from .places import INSIDE, Moved, Place, Resolved, resolve
 from .values import Value
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ class ValueHost(Envoy):
     """An envoy whose class attributes are values."""
 
     interleaver: RunInterleaver
-    family: Any
 
     @classmethod
     def values(cls) -> dict[str, Value]:
@@ -94,13 +93,18 @@ class ValueHost(Envoy):
         reason = value.unavailable(case)
         if reason is not None:
             return reason
-        recomputed = value.is_recomputed(case)
         try:
-            for place in (value.source, value.sink) if recomputed else (value.place,):
+            for place in value.places(case):
                 self._place(value, place, case)
         except Moved as moved:
             return self.interleaver.moved(moved)
         return None
+
+    def _rank(self, value: Value, case: Case) -> tuple[float, ...]:
+        """Where ``value`` stands in the order of this origin's forward pass; raises `Moved`."""
+        rank = self._place(value, value.places(case)[0], case).rank
+        # What is recomputed is read with the arguments of a call and written at its result, so inside it.
+        return (*rank[:-1], INSIDE) if value.recomputed_in(case) else rank
 
     def _lengths(self, pattern: str) -> dict[str, int]:
         """The axes that einops can't read off a tensor shaped like ``pattern``."""
@@ -111,7 +115,7 @@ class ValueHost(Envoy):
         return lengths
 
     def _axis(self, name: str) -> int:
-        return self._root.family.axes[name](self._root._module.config)
+        return self._root.family.axes[name](self._root.config)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -179,8 +183,10 @@ class Host(ValueHost):
         """
         if self.at:
             return
-        places = {place for host in self.family.hosts for value in host.values().values() for place in (value.place,)}
-        for path in sorted({sourced(place) for place in places} - {None}):
+        paths = {sourced(value.place) for host in self.family.hosts for value in host.values().values()}
+        for path in paths:
+            if path is None:
+                continue
             try:
                 install_source(self.get(path) if path else self)
             except (AttributeError, SourceNotAvailable):
@@ -195,7 +201,7 @@ class Host(ValueHost):
         return int(self._origin.rpartition(".")[2])
 
     def _case(self) -> Case:
-        return self.family.case(self._root._module.config, self._layer)
+        return self.family.case(self._root.config, self._layer)
 
     def _label(self, name: str) -> str:
         return f"layers[{self._layer}].{self.dotted(name)}"
@@ -206,8 +212,7 @@ class Host(ValueHost):
                 # Another kind of block has this value: say so, not "no such attribute".
                 raise Unavailable(f"{self._label(name)} is unavailable: {host.absent(self._case())}")
             if host.at == self.dotted(name) and self.family.present(self._root.config, self._layer, host.at) is None:
-                # A module, not a value: `hasattr` has to answer False.
-                raise AttributeError(f"{self._label(name)} is not there: {host.absent(self._case())}")
+                raise Unavailable(f"{self._label(name)} is unavailable: {host.absent(self._case())}")
         return super().__getattr__(name)
 
     def support(
@@ -231,7 +236,9 @@ class Layers(Envoy):
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, int) and not -len(self) <= key < len(self):
-            raise IndexError(f"layers[{key}]: the model has {len(self)} layers, 0 to {len(self) - 1} (or -{len(self)} to -1)")
+            raise IndexError(
+                f"layers[{key}]: the model has {len(self)} layers, 0 to {len(self) - 1} (or -{len(self)} to -1)"
+            )
         return super().__getitem__(key)
 
 

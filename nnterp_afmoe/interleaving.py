@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["RunInterleaver", "TokenBatcher"]
 
 #: Observes for the whole batch, whatever the prompts.
-WHOLE_BATCH = SimpleNamespace(batch_group=None)
+WHOLE_BATCH: Any = SimpleNamespace(batch_group=None)
 
 
 class Observer:
@@ -49,6 +49,7 @@ class RunInterleaver(Interleaver):
         seq: Tokens a row in the forward pass that is running.
         mask: Its ``[batch, tokens so far]`` attention mask, or ``None``.
         resolved: The places resolved so far.
+        last_asked: For each block of code, the location and the label of the value it asked for last.
     """
 
     def __init__(self, root: StandardizedTransformer) -> None:
@@ -57,6 +58,7 @@ class RunInterleaver(Interleaver):
         self.seq: int = 1
         self.mask: torch.Tensor | None = None
         self.resolved: dict[tuple[Value, Place, str, str], Resolved | Moved] = {}
+        self.last_asked: weakref.WeakKeyDictionary[Mediator, tuple[str, str]] = weakref.WeakKeyDictionary()
 
     @property
     def root(self) -> StandardizedTransformer:
@@ -134,9 +136,13 @@ class RunInterleaver(Interleaver):
 class TokenBatcher(Batcher):
     """Narrows and widens tensors that are flat over tokens, as nnsight's does those over rows."""
 
+    @property
+    def interleaver(self) -> RunInterleaver:
+        return self.envoy.interleaver  # pyright: ignore[reportReturnType]
+
     def _flat(self, tensor: torch.Tensor) -> int:
         """Leading entries that one row takes up in ``tensor``: the tokens a row if it is flat, else 1."""
-        seq = self.envoy.interleaver.seq
+        seq = self.interleaver.seq
         return seq if tensor.dim() and seq > 1 and tensor.shape[0] == self.total * seq else 1
 
     def _narrow_tensor(self, tensor: torch.Tensor, group: list) -> torch.Tensor:
@@ -145,7 +151,8 @@ class TokenBatcher(Batcher):
             return super()._narrow_tensor(tensor, group) if tensor.dim() else tensor
         start, size = group
         view = tensor.narrow(0, start * each, size * each)
-        view._nnsight_batch = True  # as the base class marks its slices, for `.grad`
+        # As the base class marks its slices, so that `.grad` is found.
+        view._nnsight_batch = True  # pyright: ignore[reportAttributeAccessIssue]
         return view
 
     def _widen_tensor(self, full: torch.Tensor, group: list, edited: torch.Tensor) -> torch.Tensor:

@@ -65,6 +65,4 @@ ExpertIndices = Layout("ExpertIndices", ("batch", "seq", "top_k"))
 ExpertOutputs = Layout("ExpertOutputs", ("batch", "seq", "top_k", "hidden_size"))
 
 #: Every layout by its name.
-LAYOUTS: dict[str, Layout] = {
-    layout.name: layout for layout in list(globals().values()) if isinstance(layout, Layout)
-}
+LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in list(globals().values()) if isinstance(layout, Layout)}

@@ -12,12 +12,15 @@ from typing import Any
 import torch
 from nnsight.intervention.envoy import Envoy
 from nnsight.modeling.transformers import TransformersModel
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, pipeline
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, pipeline
 
 from .errors import LoadError, UnsupportedModel, near
 from .family import FAMILIES, Family, family_of
 
-__all__ = ["family_for", "refuse_unknown"]
+__all__ = ["family_for", "refuse_unknown", "tokenizer_for"]
+
+#: Keywords that say where files are found and how they are fetched.
+FINDING = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
 #: Keywords of `TransformersModel` that mean something beside a model that is loaded already.
 WITH_A_MODEL = ("task", "tokenizer", "peft", "dispatch")
@@ -50,23 +53,34 @@ def family_for(source: Any, **kwargs: Any) -> Family:
 def config_fields(source: Any, **kwargs: Any) -> dict[str, Any]:
     """The fields of the config at a hub name or folder, as they are written there."""
     if not isinstance(source, (str, os.PathLike)):
-        raise LoadError(f"a model is loaded from a hub name, a folder or a module in hand, not a {type(source).__name__}")
+        raise LoadError(
+            f"a model is loaded from a hub name, a folder or a module in hand, not a {type(source).__name__}"
+        )
     if os.path.isdir(source) and not os.path.isfile(os.path.join(source, "config.json")):
         raise LoadError(f"the folder {os.fspath(source)!r} has no config.json; a checkpoint's folder has one")
-    found = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
     try:
-        fields, _ = PreTrainedConfig.get_config_dict(
-            source, **{name: kwargs[name] for name in found if kwargs.get(name) is not None}
-        )
+        fields, _ = PreTrainedConfig.get_config_dict(source, **finding(kwargs))
     except (OSError, ValueError) as error:
         raise LoadError(f"no config found for {os.fspath(source)!r}: {error}") from error
     return fields
 
 
+def finding(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: kwargs[name] for name in FINDING if kwargs.get(name) is not None}
+
+
+def tokenizer_for(source: str, **kwargs: Any) -> Any:
+    """The tokenizer at a hub name or folder; raises `LoadError` where there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(
+            source, trust_remote_code=kwargs.get("trust_remote_code", False), **finding(kwargs)
+        )
+    except (OSError, ValueError) as error:
+        raise LoadError(f"no tokenizer found for {source!r}: pass one as tokenizer=... ({error})") from error
+
+
 def unsupported(what: str, model_type: str | None) -> UnsupportedModel:
-    supported = ", ".join(
-        f"{name} ({family.architecture.__name__})" for name, family in sorted(FAMILIES.items())
-    )
+    supported = ", ".join(f"{name} ({family.architecture.__name__})" for name, family in sorted(FAMILIES.items()))
     found = f"of model type {model_type!r}" if model_type else "of no model type"
     return UnsupportedModel(f"{what} is {found}; supported: {supported}")
 
@@ -82,7 +96,7 @@ def refuse_unknown(source: Any, family: Family, kwargs: dict[str, Any]) -> None:
                 f"model.set_attn_implementation(...) or model.set_experts_implementation(...)"
             )
         return
-    known = known_keywords() | set(inspect.signature(family.architecture.config_class).parameters)
+    known = known_keywords() | set(inspect.signature(family.config).parameters)
     for name in kwargs:
         if name not in known:
             raise LoadError(
@@ -106,7 +120,7 @@ def known_keywords() -> frozenset[str]:
             and ast.unparse(node.func) == "kwargs.pop"
             and isinstance(node.args[0], ast.Constant)
         ):
-            known.add(node.args[0].value)
+            known.add(str(node.args[0].value))
     known |= {"low_cpu_mem_usage", *inspect.signature(PreTrainedConfig).parameters}
     # What belongs to the envoy tree is the family's to say.
     return frozenset(known - set(inspect.signature(Envoy.__init__).parameters) - {"self", "args", "kwargs"})

@@ -9,13 +9,14 @@ import torch
 from nnsight.modeling.transformers import TransformersModel
 from transformers import TextGenerationPipeline
 
+from .errors import LoadError, Unavailable, near
 from .family import Case, Family
 from .hosts import ValueHost
 from .interleaving import RunInterleaver, TokenBatcher
 from .layouts import Logits, NextTokenProbs, Residual, Tokens
-from .loading import family_for, refuse_unknown
-from .places import Place, Step
-from .support import Support, layer_support
+from .loading import family_for, refuse_unknown, tokenizer_for
+from .places import INSIDE, Place, Step, parse, resolve
+from .support import Support, block_values, layer_support
 from .values import Value
 
 if TYPE_CHECKING:
@@ -55,7 +56,13 @@ def call_size(host: ValueHost, ids: torch.Tensor) -> torch.Size:
     return ids.shape[:2]
 
 
-class StandardizedTransformer(TransformersModel, ValueHost):
+def written(inputs: tuple) -> bool:
+    """Whether an invoke's input is text: a string, or a list of them."""
+    data = inputs[0] if inputs else None
+    return isinstance(data, str) or (isinstance(data, (list, tuple)) and any(isinstance(item, str) for item in data))
+
+
+class StandardizedTransformer(TransformersModel, ValueHost):  # pyright: ignore[reportIncompatibleMethodOverride]
     """A model of a supported family, wrapped for tracing, with every named value to read and to write.
 
     nnsight's `TransformersModel` with the standard names on top: ``layers``, ``embed_tokens``, ``norm``
@@ -105,6 +112,8 @@ class StandardizedTransformer(TransformersModel, ValueHost):
         object.__setattr__(self, "family", family)
         # Named here because nnsight asks the hub for a checkpoint's task, and a folder is on no hub.
         kwargs.setdefault("task", "text-generation")
+        if isinstance(source, str) and kwargs.get("tokenizer") is None:
+            kwargs["tokenizer"] = tokenizer_for(source, **kwargs)
         super().__init__(
             source,
             interleaver=RunInterleaver(self),
@@ -127,7 +136,7 @@ class StandardizedTransformer(TransformersModel, ValueHost):
     def _load(self, repo_id: str, *args: Any, **kwargs: Any) -> torch.nn.Module:
         """Load the weights, under the implementations that the undispatched model has been switched to."""
         skeleton = self.__dict__.get("_module")
-        module = super()._load(repo_id, *args, **kwargs)
+        module: Any = super()._load(repo_id, *args, **kwargs)
         if skeleton is not None:
             module.set_attn_implementation(skeleton.config._attn_implementation)
             module.set_experts_implementation(skeleton.config._experts_implementation)
@@ -136,6 +145,14 @@ class StandardizedTransformer(TransformersModel, ValueHost):
     def _update(self, module: torch.nn.Module) -> None:
         super()._update(module)
         self.interleaver.resolved.clear()
+
+    def _batch(self, invokes: list, fn: Any) -> tuple:
+        if self.tokenizer is None and any(written(inputs) for inputs, _ in invokes):
+            raise LoadError(
+                "this model has no tokenizer, so it can't take text: pass token ids, "
+                "or build it with StandardizedTransformer(model, tokenizer=...)"
+            )
+        return super()._batch(invokes, fn)
 
     # -- sizes ---------------------------------------------------------------------
 
@@ -224,6 +241,53 @@ class StandardizedTransformer(TransformersModel, ValueHost):
         index = range(self.num_layers)[layer]
         return layer_support(self, self.family.case(self.config, index, attn_implementation, experts_implementation))
 
+    # -- the order of the forward pass ---------------------------------------------------
+
+    def order(self, layer: int | None = None) -> list[str]:
+        """The values that are available, in the order one trace has to ask for them.
+
+        Args:
+            layer: A block, for its values by dotted name; by default the root's own values. The
+                root's `input_ids`, `attention_mask` and `token_embeddings` come before every block,
+                the others after.
+        """
+        available = [name for name, reason in self._reasons(layer).items() if reason is None]
+        return sorted(available, key=lambda name: self.rank(name, layer))
+
+    def rank(self, name: str, layer: int | None = None) -> tuple[float, ...]:
+        """A sort key: of two values, the one of lower rank has to be asked for first.
+
+        Args:
+            name: A value's dotted name, as `support` spells it.
+            layer: Its block, negative from the end; ``None`` for a value of the root.
+
+        Raises:
+            KeyError: there is no value of that name.
+            Unavailable: the value is not available there, so it has no place in the order.
+        """
+        reasons = self._reasons(layer)
+        if name not in reasons:
+            where = "the root" if layer is None else "a block"
+            raise KeyError(f"{name!r} is not a value of {where}{near(name, reasons)}")
+        label = name if layer is None else f"layers[{layer}].{name}"
+        if (reason := reasons[name]) is not None:
+            raise Unavailable(f"{label} is unavailable, so it has no rank: {reason}")
+        if layer is None:
+            return self._rank(type(self).values()[name], self._case())
+        case = self.family.case(self.config, range(self.num_layers)[layer])
+        host, value = block_values(self, case)[name]
+        return (*self._block_rank(), case.layer, *host._rank(value, case))
+
+    def _reasons(self, layer: int | None) -> dict[str, str | None]:
+        if layer is not None:
+            return self.support(layer=layer)
+        case = self._case()
+        return {name: self._reason(value, case) for name, value in type(self).values().items()}
+
+    def _block_rank(self) -> tuple[float, ...]:
+        call = resolve(parse(self.family.block_call), self._module, {})
+        return (*call.rank[:-1], INSIDE)
+
     # -- what a value needs of its host -------------------------------------------------
 
     @property
@@ -256,5 +320,3 @@ class StandardizedTransformer(TransformersModel, ValueHost):
         lines = [f"({name}): {child!r}" for name, child in children]
         lines += [str(value) for value in type(self).values().values()]
         return "\n".join([f"{self._name()}(", *(f"  {line}" for text in lines for line in text.split("\n")), ")"])
-
-

@@ -95,7 +95,7 @@ class Resolved:
     rank: tuple[float, ...]
 
     def location(self, path: str) -> str:
-        """nnsight's location under the block (or root) at ``path``."""
+        """Nnsight's location under the block (or root) at ``path``."""
         return ".".join(part for part in (path, self.base, self.key) if part)
 
     def take(self, raw: Any) -> Any:

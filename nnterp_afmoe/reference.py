@@ -128,7 +128,9 @@ def forward(
 
     past = cache[0][0].shape[2] if cache else 0
     ids = visit("input_ids", input_ids)
-    mask = torch.ones(ids.shape[0], past + ids.shape[1], device=ids.device) if attention_mask is None else attention_mask
+    mask = (
+        torch.ones(ids.shape[0], past + ids.shape[1], device=ids.device) if attention_mask is None else attention_mask
+    )
     mask = visit("attention_mask", mask)
     if position_ids is None:
         position_ids = torch.arange(past, past + ids.shape[1], device=ids.device)[None]
@@ -140,7 +142,9 @@ def forward(
         h = h * config.hidden_size**0.5
     for layer in range(config.num_hidden_layers):
         values: dict[str, Tensor] = {}
-        here = Visit(values, {key[1]: edit for key, edit in edits.items() if key[0] == layer and not isinstance(key, str)})
+        here = Visit(
+            values, {key[1]: edit for key, edit in edits.items() if key[0] == layer and not isinstance(key, str)}
+        )
         sliding = config.layer_types[layer] == "sliding_attention"
         h, kept = block(
             weights.at(f"model.layers.{layer}"),

@@ -18,24 +18,35 @@ from .errors import near
 
 if TYPE_CHECKING:
     from .family import Case
+    from .hosts import Host
     from .model import StandardizedTransformer
+    from .values import Value
 
-__all__ = ["Support", "layer_support", "ranges"]
+__all__ = ["Support", "block_values", "layer_support", "ranges"]
+
+
+def block_values(model: StandardizedTransformer, case: Case) -> dict[str, tuple[Host, Value]]:
+    """The values of the hosts that a block has, by dotted name, each with its host."""
+    block = model.layers[case.layer]
+    found: dict[str, tuple[Host, Value]] = {}
+    for host in model.family.hosts:
+        if model.family.present(case.config, case.layer, host.at) is host:
+            envoy = block.get(host.at) if host.at else block
+            found |= {host.dotted(name): (envoy, value) for name, value in host.values().items()}
+    return found
 
 
 def layer_support(model: StandardizedTransformer, case: Case) -> dict[str, str | None]:
     """One block's values, by dotted name: ``None``, or the reason why it lacks one."""
+    here = block_values(model, case)
     answer: dict[str, str | None] = {}
     for host in model.family.hosts:
-        present = model.family.present(case.config, case.layer, host.at)
-        for name, value in host.values().items():
-            dotted = host.dotted(name)
-            if present is host:
-                answer[dotted] = model.layers[case.layer].get(host.at)._reason(value, case) if host.at else model.layers[
-                    case.layer
-                ]._reason(value, case)
-            elif present is None or name not in present.values():
-                answer.setdefault(dotted, host.absent(case))
+        for name in map(host.dotted, host.values()):
+            if name in here:
+                envoy, value = here[name]
+                answer[name] = envoy._reason(value, case)
+            else:
+                answer[name] = host.absent(case)
     return answer
 
 
@@ -65,13 +76,13 @@ class Support(Mapping[str, "dict[int, str] | None"]):
         names = dict.fromkeys(name for layer in self._layers for name in layer)
         self._answer: dict[str, dict[int, str] | None] = {}
         for name in names:
-            missing = {index: layer[name] for index, layer in enumerate(self._layers) if layer.get(name) is not None}
-            self._answer[name] = missing or None
+            answers = ((index, layer[name]) for index, layer in enumerate(self._layers))
+            self._answer[name] = {index: reason for index, reason in answers if reason is not None} or None
         self.notes = {
             host.dotted(name): value.recomputed.note
             for host in model.family.hosts
             for name, value in host.values().items()
-            if value.recomputed and any(value.is_recomputed(case) for case in self._cases)
+            if value.recomputed and any(value.recomputed_in(case) for case in self._cases)
         }
 
     def __getitem__(self, name: str) -> dict[int, str] | None:
@@ -161,7 +172,10 @@ def grouped(support: Support, keyword: str, current: str) -> list[tuple[list[str
     for name in [current, *(name for name in known if name != current)]:
         answer = support if name == current else Support(support._model, **{**fixed, keyword: name})
         for names, same in groups:
-            if all(same._has(value, range(len(same._layers))) == answer._has(value, range(len(answer._layers))) for value in answer):
+            if all(
+                same._has(value, range(len(same._layers))) == answer._has(value, range(len(answer._layers)))
+                for value in answer
+            ):
                 names.append(name)
                 break
         else:

@@ -53,10 +53,12 @@ def randomize(module: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
     return module
 
 
-def tiny_module(model_type: str = "afmoe", *, seed: int = 0, **fields: Any) -> torch.nn.Module:
+def tiny_module(model_type: str = "afmoe", *, seed: int = 0, **fields: Any) -> Any:
     """The bare transformers model of `tiny`."""
     family = FAMILIES[model_type]
-    return randomize(family.architecture(family.tiny(**fields)), seed).eval()
+    with torch.random.fork_rng(devices=[]):
+        module = family.architecture(family.tiny(**fields))
+    return randomize(module, seed).eval()
 
 
 def tiny(

@@ -43,19 +43,42 @@ class Recomputed:
 
     Attributes:
         when: Whether this case needs it.
-        at: The call whose arguments the value follows from.
-        into: Where a write takes effect.
+        source: The call whose arguments the value follows from.
+        sink: Where a write takes effect.
         compute: ``(module, args, kwargs)`` -> the value, as it would be inside the model.
         fold: ``(value, module_output)`` -> what the module returns given the value.
         note: What `support` says of it.
     """
 
     when: Callable[[Case], bool]
-    at: str
-    into: str
+    source: Place
+    sink: Place
     compute: Callable[[torch.nn.Module, tuple, dict], torch.Tensor]
     fold: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     note: str
+
+
+@dataclass(frozen=True)
+class Access:
+    """One read or write that may go ahead: by whom, of what, and where.
+
+    Attributes:
+        host: The envoy asked.
+        label: The value as the user spells it.
+        mediator: Drives the block of code that asks.
+        at: The place in the source.
+        location: nnsight's name for it.
+        occurrence: The visit of it that is asked for.
+        recomputed: How the value is served, if no tensor holds it here.
+    """
+
+    host: ValueHost
+    label: str
+    mediator: Mediator
+    at: Resolved
+    location: str
+    occurrence: int
+    recomputed: Recomputed | None
 
 
 class Value(eproperty):
@@ -75,6 +98,7 @@ class Value(eproperty):
         recomputed: How to serve it where no tensor holds it.
     """
 
+    name: str
     layout: Layout | None
     place: Place
 
@@ -86,7 +110,7 @@ class Value(eproperty):
         *,
         inside: str | None = None,
         when: Callable[[Case], str | None] | None = None,
-        view: Callable[[ValueHost, Any], Any] | None = None,
+        view: Callable[[Any, Any], Any] | None = None,
         shared: bool = False,
         recomputed: Recomputed | None = None,
     ) -> None:
@@ -98,11 +122,13 @@ class Value(eproperty):
         self.view = view
         self.shared = shared
         self.recomputed = recomputed
-        self.source = parse(recomputed.at) if recomputed else None
-        self.sink = parse(recomputed.into) if recomputed else None
+        self._outward = self._inward = None
+        if inside is not None and layout is not None:
+            self._outward, self._inward = f"{inside} -> {layout.axes}", f"{layout.axes} -> {inside}"
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self.name = self.key = name
+        # The base class allows no name yet; a value has one from its class body on.
+        self.name = self.key = name  # pyright: ignore[reportIncompatibleVariableOverride]
         access = "" if self.writable else " Read-only."
         self.__doc__ = f"{self.layout or 'Not a tensor'}: {self.description}.{access}"
 
@@ -122,131 +148,139 @@ class Value(eproperty):
         """Why the value does not exist in this case, or ``None``. From the case alone, not from source."""
         return self.when(case) if self.when else None
 
-    def is_recomputed(self, case: Case) -> bool:
-        """Whether this case has no tensor for the value, so that it is computed from the call's arguments."""
-        return self.recomputed is not None and self.recomputed.when(case)
+    def recomputed_in(self, case: Case) -> Recomputed | None:
+        """How the value is served in a case that has no tensor for it; ``None`` where one holds it."""
+        return self.recomputed if self.recomputed and self.recomputed.when(case) else None
+
+    def places(self, case: Case) -> tuple[Place, ...]:
+        """Where the value is read in this case, and where it is written if that is elsewhere."""
+        recomputed = self.recomputed_in(case)
+        return (recomputed.source, recomputed.sink) if recomputed else (self.place,)
 
     # -- access ------------------------------------------------------------------
 
     @overload
     def __get__(self, obj: None, owner: Any = None) -> Self: ...
     @overload
-    def __get__(self, obj: ValueHost, owner: Any = None) -> Object: ...
-    def __get__(self, obj: ValueHost | None, owner: Any = None) -> Any:
+    def __get__(self, obj: Any, owner: Any = None) -> Object: ...
+    def __get__(self, obj: Any, owner: Any = None) -> Any:
         if obj is None:
             return self
-        mediator, place, location = self._open(obj, "read")
-        target = location if place is not self.source else None
-        occurrence = mediator.wanted(location)
-        waiting = mediator.transform
-        if waiting is not None and waiting.key == (self, location, occurrence):
+        access = self._open(obj, "read")
+        waiting = access.mediator.transform
+        if waiting is not None and waiting.key == (self, access.location, access.occurrence):
             return waiting.view
-        raw = Mediator.value(location)
-        tensor = self._tensor(obj, place, raw)
+        raw = Mediator.value(access.location)
+        tensor = self._tensor(access, raw)
         if self.view is not None:
             return self.view(obj, tensor)
-        view = self._outward(obj, tensor)
-        if view is tensor and not self.shared and target:
-            return view
+        view = self._to_layout(obj, tensor)
         if self.shared:
             view = view.clone()
-        back = partial(self._back, obj, mediator, place, raw, view)
-        if target is None:
-            untouched = view.detach().clone()
-            target = obj._place(self, self.sink).location(obj._origin)
-            back = partial(self._fold, obj, target, occurrence, view, untouched)
-        mediator.transform = Reading(back, view, self, target, occurrence, location)
+        elif view is tensor and not access.recomputed:
+            return view
+        if access.recomputed:
+            back, target = self._fold_back(access, access.recomputed, view)
+        else:
+            back, target = partial(self._put_back, access, raw, view), access.location
+        access.mediator.transform = Reading(back, view, self, target, access.occurrence, access.location)
         return view
 
-    def __set__(self, obj: ValueHost, value: Any) -> None:
-        mediator, place, location = self._open(obj, "assign")
+    def __set__(self, obj: Any, value: Any) -> None:
+        access = self._open(obj, "assign")
         if not self.writable:
-            raise ReadOnly(f"{obj._label(self.name)} is read-only: it is derived; assign the value it comes from")
-        raw = Mediator.value(location)
-        current = self._outward(obj, self._tensor(obj, place, raw))
-        tensor = self._inward(self._fitting(obj, value, current))
-        if place is self.source:
-            target = obj._place(self, self.sink).location(obj._origin)
-            Mediator.swap(target, self.recomputed.fold(tensor, Mediator.value(target)))
+            raise ReadOnly(f"{access.label} is read-only: it is derived; assign the value it comes from")
+        waiting = access.mediator.transform
+        if waiting is not None and waiting.key == (self, access.location, access.occurrence):
+            # A view handed out before is about to go back; what is assigned replaces it.
+            current, access.mediator.transform = waiting.view, None
         else:
-            Mediator.swap(location, obj._place(self, place).put(raw, tensor))
+            current = self._to_layout(obj, self._tensor(access, Mediator.value(access.location)))
+        tensor = self._to_model(self._fitting(access, value, current))
+        if access.recomputed:
+            target = self._sink(access, access.recomputed)
+            Mediator.swap(target, access.recomputed.fold(tensor, Mediator.value(target)))
+        else:
+            Mediator.swap(access.location, access.at.put(Mediator.value(access.location), tensor))
 
     # -- the steps of an access ----------------------------------------------------
 
-    def _open(self, obj: ValueHost, verb: str) -> tuple[Mediator, Place, str]:
+    def _open(self, obj: ValueHost, verb: str) -> Access:
         """Refuse what can't be right, and instrument what the place runs through."""
-        case = obj._case()
+        case, label = obj._case(), obj._label(self.name)
         reason = obj._reason(self, case)
         if reason is not None:
-            raise Unavailable(f"{obj._label(self.name)} is unavailable: {reason}")
+            raise Unavailable(f"{label} is unavailable: {reason}")
         mediator = current_mediator()
         if mediator is None or not obj.interleaver.interleaving:
             raise OutsideTrace(
-                f"{obj._label(self.name)} can be {'read' if verb == 'read' else 'assigned'} only while the model runs, "
+                f"{label} can be {'read' if verb == 'read' else 'assigned'} only while the model runs, "
                 f"inside `with model.trace(prompt):`; to ask whether it is there, use support()"
             )
-        place = self.source if self.is_recomputed(case) else self.place
-        resolved = obj._place(self, place)
-        location = resolved.location(obj._origin)
-        for call in resolved.calls:
-            check_order(obj, mediator, f"{obj._origin}.{call}.output", self.name, verb)
+        at = obj._place(self, self.places(case)[0], case)
+        location = at.location(obj._origin)
+        for call in at.calls:
+            check_order(obj, mediator, f"{obj._origin}.{call}.output", label, verb)
             obj.interleaver.instrument_call(obj, mediator, f"{obj._origin}.{call}")
-        check_order(obj, mediator, location, self.name, verb)
-        mediator.last_value = (location, obj._label(self.name))
-        return mediator, place, location
+        check_order(obj, mediator, location, label, verb)
+        obj.interleaver.last_asked[mediator] = (location, label)
+        return Access(obj, label, mediator, at, location, mediator.wanted(location), self.recomputed_in(case))
 
-    def _tensor(self, obj: ValueHost, place: Place, raw: Any) -> Any:
-        resolved = obj._place(self, place)
-        if place is self.source:
-            args, kwargs = raw
-            module = obj._module_at(resolved.base)
-            with obj.interleaver.stood_down():
-                return self.recomputed.compute(module, args, kwargs)
-        tensor = resolved.take(raw)
+    def _tensor(self, access: Access, raw: Any) -> Any:
+        if access.recomputed:
+            module = access.host._module_at(access.at.base)
+            with access.host.interleaver.stood_down():
+                return access.recomputed.compute(module, *raw)
+        tensor = access.at.take(raw)
         if tensor is None:
-            raise Unavailable(f"{obj._label(self.name)} is unavailable: this call was made without it")
+            raise Unavailable(f"{access.label} is unavailable: this call was made without it")
         return tensor
 
-    def _outward(self, obj: ValueHost, tensor: torch.Tensor) -> torch.Tensor:
-        if self.inside is None:
+    def _to_layout(self, host: ValueHost, tensor: torch.Tensor) -> torch.Tensor:
+        if self.inside is None or self._outward is None:
             return tensor
-        return rearrange(tensor, f"{self.inside} -> {self.layout.axes}", **obj._lengths(self.inside))
+        return rearrange(tensor, self._outward, **host._lengths(self.inside))
 
-    def _inward(self, view: torch.Tensor) -> torch.Tensor:
-        return view if self.inside is None else rearrange(view, f"{self.layout.axes} -> {self.inside}")
+    def _to_model(self, view: torch.Tensor) -> torch.Tensor:
+        return view if self._inward is None else rearrange(view, self._inward)
 
-    def _back(self, obj: ValueHost, mediator: Mediator, place: Place, raw: Any, view: torch.Tensor) -> Any:
-        return obj._place(self, place).put(raw, self._inward(view))
+    def _put_back(self, access: Access, raw: Any, view: torch.Tensor) -> Any:
+        return access.at.put(raw, self._to_model(view))
 
-    def _fold(
-        self, obj: ValueHost, target: str, occurrence: int, view: torch.Tensor, untouched: torch.Tensor
-    ) -> torch.Tensor:
-        """The module's output given an edited view: its own tensor at every row that was left alone."""
-        output = getcurrent().parent.switch(Pending(Event.VALUE, target, occurrence))
-        folded = self.recomputed.fold(self._inward(view), output)
-        edited = self._inward(view.detach() != untouched).flatten(1).any(1)
-        same = output
-        if folded.requires_grad:
-            # The view carries the gradient; the model's own numbers carry the value.
-            same = output.detach() + (folded - folded.detach())
-        return torch.where(rearrange(edited, "rows -> rows 1"), folded, same)
+    def _sink(self, access: Access, recomputed: Recomputed) -> str:
+        return access.host._place(self, recomputed.sink).location(access.host._origin)
 
-    def _fitting(self, obj: ValueHost, value: Any, current: torch.Tensor) -> torch.Tensor:
-        what = f"{obj._label(self.name)} is {self.layout}"
+    def _fold_back(
+        self, access: Access, recomputed: Recomputed, view: torch.Tensor
+    ) -> tuple[Callable[[], torch.Tensor], str]:
+        """The write-back of a recomputed view: the module's own output at every row that was left alone."""
+        untouched, target = view.detach().clone(), self._sink(access, recomputed)
+
+        def fold() -> torch.Tensor:
+            output = getcurrent().parent.switch(Pending(Event.VALUE, target, access.occurrence))  # pyright: ignore[reportOptionalMemberAccess]
+            folded = recomputed.fold(self._to_model(view), output)
+            edited = self._to_model(view.detach() != untouched).flatten(1).any(1)
+            # Where a gradient is wanted the view carries it and the model's numbers the value.
+            same = output.detach() + (folded - folded.detach()) if folded.requires_grad else output
+            return torch.where(rearrange(edited, "rows -> rows 1"), folded, same)
+
+        return fold, target
+
+    def _fitting(self, access: Access, value: Any, current: torch.Tensor) -> torch.Tensor:
+        what = f"{access.label} is {self.layout}"
         if not isinstance(value, torch.Tensor):
             raise WriteError(
                 f"{what}; it takes a torch.Tensor, not {type(value).__name__}. "
                 f"To fill it, write in place: `{self.name}[:] = ...`"
             )
         if value.shape != current.shape:
-            raise WriteError(
-                f"{what} = {list(current.shape)} here; the tensor assigned has shape {list(value.shape)}"
-            )
+            raise WriteError(f"{what} = {list(current.shape)} here; the tensor assigned has shape {list(value.shape)}")
         if kind(value.dtype) != kind(current.dtype):
             raise WriteError(f"{what} of {current.dtype}; the tensor assigned is {value.dtype}, of another kind")
         if value.device != current.device and not isinstance(current, FakeTensor):
             raise WriteError(
-                f"{what} on {current.device}; the tensor assigned is on {value.device}: move it with .to({self.name}.device)"
+                f"{what} on {current.device}; the tensor assigned is on {value.device}: "
+                f"move it with .to({self.name}.device)"
             )
         return value.to(current.dtype)
 
@@ -254,12 +288,12 @@ class Value(eproperty):
 class Reading(WriteBack):
     """A write-back that remembers where its view was read, when that is not where it goes."""
 
+    read_at: str
+
     def __new__(cls, fn: Any, view: Any, value: Value, target: str, occurrence: int | None, read_at: str) -> Reading:
         reading = super().__new__(cls, fn, view, value, target, occurrence)
         reading.read_at = read_at
         return reading
-
-    read_at: str
 
     @property
     def key(self) -> tuple[Any, str, int | None]:
@@ -282,29 +316,26 @@ def kind(dtype: torch.dtype) -> str:
     return "bool" if dtype is torch.bool else "integer"
 
 
-def check_order(obj: ValueHost, mediator: Mediator, location: str, name: str, verb: str) -> None:
+def check_order(obj: ValueHost, mediator: Mediator, location: str, label: str, verb: str) -> None:
     """Raise `OutOfOrder` if this forward pass has gone by ``location`` already.
 
     nnsight pairs a request with the next visit of its location. In a plain trace there is
     none, so the run ends with the request open; in a generation the next step has one, and
     the request would be answered with that step's value.
     """
-    visits = mediator.occurrence(location)
-    served = mediator.pending
-    step = mediator.iteration
+    served, step = mediator.pending, mediator.iteration
+    provider = served.provider if served is not None else None
     if step is None:
         # Relaxed: the step is the visit at which the model is paused for this block of code.
-        if served is None or served.provider is None or not served.provider.startswith(f"{obj._root_path}."):
+        if served is None or provider is None or not provider.startswith(f"{obj._root_path}."):
             return
         step = served.iteration
-    if visits <= step:
+    if step is None or mediator.occurrence(location) <= step:
         return
-    at, last = getattr(mediator, "last_value", (None, None))
-    after = ""
-    if served is not None and served.provider:
-        after = f" after {last if at == served.provider else served.provider}"
+    at, last = obj.interleaver.last_asked.get(mediator, (None, None))
+    after = f" after {last if at == provider else provider}" if provider else ""
     raise OutOfOrder(
-        f"{obj._label(name)} was asked for{after}, but the forward pass comes to it before: it has gone by. "
+        f"{label} was asked for{after}, but the forward pass comes to it before: it has gone by. "
         f"{'Read' if verb == 'read' else 'Assign'} it earlier in the block; model.order() lists the order, "
         f"and model.rank(name, layer) sorts by it"
     )
