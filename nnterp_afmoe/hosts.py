@@ -120,10 +120,10 @@ class ValueHost(Envoy):
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
-        except AttributeError as error:
+        except AttributeError:
             if name.startswith("_"):
                 raise
-            raise NoSuchName(self._described(), name, self._names()) from error
+            raise NoSuchName(self._described(), name, self._names()) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse, inside a trace, to assign a name that means nothing: the edit would go nowhere."""

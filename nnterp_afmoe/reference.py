@@ -5,7 +5,7 @@ tests and `StandardizedTransformer.check` compare every named value with what is
 `forward` gives every value by name and can rewrite any of them on the way, which makes it an
 oracle for writes too.
 
-Read from the top: `forward` is the model, `block` a block, `attention` and `mixture` its branches.
+Read from the top: `forward` is the model, `Pass.block` a block, `attention` and `mixture` its branches.
 ``h0 = E[token] * sqrt(d)``; per block ``m = h + N2(attention(N1(h)))`` and ``h' = m + N4(mlp(N3(m)))``;
 ``logits = W_head N(h_L)``.
 
@@ -24,13 +24,10 @@ import torch
 from einops import einsum, rearrange, reduce, repeat
 from torch import Tensor
 
-__all__ = ["Edit", "Result", "forward"]
+__all__ = ["Edit", "Pass", "Result", "Visit", "forward"]
 
 #: How a value is rewritten: given what it is, what it shall be.
 Edit = Callable[[Tensor], Tensor]
-
-#: The most that the expert matrices gathered at a time may take up.
-GATHERED_BYTES = 2**27
 
 
 @dataclass
@@ -75,17 +72,18 @@ class Weights:
         return self.tensors[f"{self.prefix}{name}"]
 
 
-class Visit:
-    """Passes each value on its way: rewrites it where an edit says so, and keeps it."""
+#: What is done with a value on its way: given its name and what it is, what it shall be.
+Visit = Callable[[str, Tensor], Tensor]
 
-    def __init__(self, kept: dict[str, Tensor], edits: Mapping[str, Edit]) -> None:
-        self.kept, self.edits = kept, edits
 
-    def __call__(self, name: str, value: Tensor) -> Tensor:
-        if name in self.edits:
-            value = self.edits[name](value)
-        self.kept[name] = value
-        return value
+def keeping(kept: dict[str, Tensor], edits: Mapping[str, Edit]) -> Visit:
+    """Rewrite each value where an edit says so, and keep it."""
+
+    def visit(name: str, value: Tensor) -> Tensor:
+        kept[name] = edits[name](value) if name in edits else value
+        return kept[name]
+
+    return visit
 
 
 # -- the model -------------------------------------------------------------------------
@@ -119,52 +117,92 @@ def forward(
         NotImplementedError: the config asks for a rotary or an activation that is not in the equations.
         KeyError: an edit names a value that this pass does not have.
     """
-    supported(config)
-    tensors = dict(model.named_parameters()) if isinstance(model, torch.nn.Module) else model
-    weights = Weights(tensors)
-    edits = dict(edits or {})
+    edits = edits or {}
     result = Result()
-    visit = Visit(result.root, {key: edit for key, edit in edits.items() if isinstance(key, str)})
-
+    equations = Pass(model, config)
+    root = keeping(result.root, {key: edit for key, edit in edits.items() if isinstance(key, str)})
     past = cache[0][0].shape[2] if cache else 0
-    ids = visit("input_ids", input_ids)
-    mask = (
-        torch.ones(ids.shape[0], past + ids.shape[1], device=ids.device) if attention_mask is None else attention_mask
-    )
-    mask = visit("attention_mask", mask)
-    if position_ids is None:
-        position_ids = torch.arange(past, past + ids.shape[1], device=ids.device)[None]
-    rotation = rotary(config, position_ids)
-    masks = {window: allowed(mask, ids.shape[1], window) for window in (None, config.sliding_window)}
-
-    h = visit("token_embeddings", weights["model.embed_tokens.weight"][ids])
-    if config.mup_enabled:
-        h = h * config.hidden_size**0.5
+    h = equations.begin(root, input_ids, attention_mask, position_ids, past)
     for layer in range(config.num_hidden_layers):
         values: dict[str, Tensor] = {}
-        here = Visit(
-            values, {key[1]: edit for key, edit in edits.items() if key[0] == layer and not isinstance(key, str)}
-        )
-        sliding = config.layer_types[layer] == "sliding_attention"
-        h, kept = block(
-            weights.at(f"model.layers.{layer}"),
-            config,
-            layer,
-            here,
-            h,
-            masks[config.sliding_window if sliding else None],
-            rotation if sliding else None,
-            cache[layer] if cache else None,
-        )
+        own = {key[1]: edit for key, edit in edits.items() if not isinstance(key, str) and key[0] == layer}
+        h, kept = equations.block(layer, keeping(values, own), h, cache[layer] if cache else None)
         result.blocks.append(values)
         result.cache.append(kept)
-    h = visit("final_norm_output", norm(h, weights["model.norm.weight"], config.rms_norm_eps))
-    logits = visit("lm_head_output", linear(h, head(weights, config)))
-    visit("logits", logits)
-    unknown = [key for key in edits if key not in dict(result.items())]
+    equations.end(root, h)
+    known = dict(result.items())
+    unknown = [key for key in edits if key not in known]
     if unknown:
         raise KeyError(f"no such value in this pass: {unknown}")
     return result
+
+
+class Pass:
+    """One forward pass in its parts, for a caller that looks at each value on its way.
+
+    `begin`, then `block` for each layer in turn, then `end`. Every value is handed to a visit as it
+    is computed, and what the visit returns is what the pass goes on with.
+    """
+
+    def __init__(self, model: torch.nn.Module | Mapping[str, Tensor], config: Any) -> None:
+        supported(config)
+        self.weights = Weights(dict(model.named_parameters()) if isinstance(model, torch.nn.Module) else model)
+        self.config = config
+
+    def begin(
+        self,
+        visit: Visit,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past: int = 0,
+    ) -> Tensor:
+        """``h0 = E[token] * sqrt(d)``, the masks of full and sliding blocks, and the rotary's angles."""
+        config = self.config
+        ids = visit("input_ids", input_ids)
+        if attention_mask is None:
+            attention_mask = torch.ones(ids.shape[0], past + ids.shape[1], dtype=torch.int64, device=ids.device)
+        mask = visit("attention_mask", attention_mask)
+        if position_ids is None:
+            position_ids = torch.arange(past, past + ids.shape[1], device=ids.device)[None]
+        self.rotation = rotary(config, position_ids)
+        self.full = allowed(mask, ids.shape[1], None)
+        self.sliding = allowed(mask, ids.shape[1], config.sliding_window)
+        h = visit("token_embeddings", self.weights["model.embed_tokens.weight"][ids])
+        return h * config.hidden_size**0.5 if config.mup_enabled else h
+
+    def block(
+        self, layer: int, visit: Visit, h: Tensor, past: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Block ``layer`` on the stream ``h``: the stream it leaves, and its keys and values of all tokens so far."""
+        w, config, sliding = self.weights.at(f"model.layers.{layer}"), self.config, self.slides(layer)
+        eps = config.rms_norm_eps
+        h = visit("layer_input", h)
+        x = visit("attention_norm_output", norm(h, w["input_layernorm.weight"], eps))
+        mask, rotation = (self.sliding, self.rotation) if sliding else (self.full, None)
+        x, kept = attention(w.at("self_attn"), config, visit, x, mask, rotation, past)
+        added = visit("self_attn.attention_output", norm(x, w["post_attention_layernorm.weight"], eps))
+        m = visit("layer_mid", h + added)
+        x = visit("mlp_norm_output", norm(m, w["pre_mlp_layernorm.weight"], eps))
+        x = visit("mlp_input", x)
+        if layer < config.num_dense_layers:
+            x = swiglu(w.at("mlp"), x, visit, "mlp.")
+        else:
+            x = mixture(w.at("mlp"), config, visit, x)
+        added = visit("mlp.mlp_output", norm(x, w["post_mlp_layernorm.weight"], eps))
+        return visit("layer_output", m + added), kept
+
+    def end(self, visit: Visit, h: Tensor) -> Tensor:
+        """``logits = W_head N(h)``, the head being the embedding where the two are tied."""
+        config, w = self.config, self.weights
+        h = visit("final_norm_output", norm(h, w["model.norm.weight"], config.rms_norm_eps))
+        tied = config.tie_word_embeddings
+        logits = linear(h, w["model.embed_tokens.weight" if tied else "lm_head.weight"])
+        return visit("logits", visit("lm_head_output", logits))
+
+    def slides(self, layer: int) -> bool:
+        """Whether block ``layer`` attends within the window, and so has the rotary."""
+        return self.config.layer_types[layer] == "sliding_attention"
 
 
 def supported(config: Any) -> None:
@@ -174,38 +212,6 @@ def supported(config: Any) -> None:
         raise NotImplementedError(f"the reference has the default rotary, not rope_type={rope!r}")
     if config.hidden_act != "silu":
         raise NotImplementedError(f"the reference has the silu activation, not hidden_act={config.hidden_act!r}")
-
-
-def head(weights: Weights, config: Any) -> Tensor:
-    """The unembedding: the embedding itself where the two are tied."""
-    return weights["model.embed_tokens.weight"] if config.tie_word_embeddings else weights["lm_head.weight"]
-
-
-def block(
-    w: Weights,
-    config: Any,
-    layer: int,
-    visit: Visit,
-    h: Tensor,
-    mask: Tensor,
-    rotation: tuple[Tensor, Tensor] | None,
-    past: tuple[Tensor, Tensor] | None,
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """``m = h + N2(attention(N1(h)))``, ``m + N4(mlp(N3(m)))``."""
-    eps = config.rms_norm_eps
-    h = visit("layer_input", h)
-    x = visit("attention_norm_output", norm(h, w["input_layernorm.weight"], eps))
-    x, kept = attention(w.at("self_attn"), config, visit, x, mask, rotation, past)
-    added = visit("self_attn.attention_output", norm(x, w["post_attention_layernorm.weight"], eps))
-    m = visit("layer_mid", h + added)
-    x = visit("mlp_norm_output", norm(m, w["pre_mlp_layernorm.weight"], eps))
-    x = visit("mlp_input", x)
-    if layer < config.num_dense_layers:
-        x = swiglu(w.at("mlp"), x, visit, "mlp.")
-    else:
-        x = mixture(w.at("mlp"), config, visit, x)
-    added = visit("mlp.mlp_output", norm(x, w["post_mlp_layernorm.weight"], eps))
-    return visit("layer_output", m + added), kept
 
 
 # -- parts -----------------------------------------------------------------------------
@@ -321,18 +327,15 @@ def route(logits: Tensor, bias: Tensor, config: Any) -> tuple[Tensor, Tensor]:
 
 
 def experts(w: Weights, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Each slot's ``w_e expert_e(x)``, ``[batch seq slot hidden]``; the matrices are gathered a chunk of slots at a time."""
-    gate_up, down = w["gate_up_proj"], w["down_proj"]
-    each = (gate_up[0].numel() + down[0].numel()) * gate_up.element_size()
-    chunk = max(1, GATHERED_BYTES // each)
-    flat = repeat(x, "batch seq d -> (batch seq slot) d", slot=chosen.shape[-1])
-    parts = []
-    for xs, expert, weight in zip(
-        flat.split(chunk), chosen.flatten().split(chunk), weights.flatten().split(chunk), strict=True
-    ):
-        both = einsum(gate_up[expert], xs, "slot i d, slot d -> slot i")
+    """Each slot's ``w_e expert_e(x)``, ``[batch seq slot hidden]``, an expert's matrices at a time."""
+    parts, places = [], []
+    for expert in chosen.unique():
+        place = torch.nonzero(chosen == expert, as_tuple=True)
+        xs, weight = x[place[0], place[1]], rearrange(weights[place], "slot -> slot 1")
+        both = linear(xs, w["gate_up_proj"][expert])
         gate, up = rearrange(both, "slot (two i) -> two slot i", two=2)
-        out = einsum(down[expert], torch.nn.functional.silu(gate) * up, "slot d i, slot i -> slot d")
-        parts.append(out * rearrange(weight, "slot -> slot 1"))
-    batch, seq, slots = chosen.shape
-    return rearrange(torch.cat(parts), "(batch seq slot) d -> batch seq slot d", batch=batch, seq=seq, slot=slots)
+        parts.append(linear(torch.nn.functional.silu(gate) * up, w["down_proj"][expert]) * weight)
+        places.append(place)
+    slots = torch.zeros(*chosen.shape, x.shape[-1], dtype=parts[0].dtype, device=x.device)
+    where = tuple(torch.cat(axis) for axis in zip(*places, strict=True))
+    return slots.index_put(where, torch.cat(parts))
