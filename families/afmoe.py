@@ -45,6 +45,7 @@ from nnterp_afmoe.layouts import (
     Values,
 )
 from nnterp_afmoe.places import parse
+from nnterp_afmoe.reference import Pass
 from nnterp_afmoe.values import Recomputed, Value
 
 __all__ = ["AFMOE", "Attention", "Block", "Dense", "Mixture", "SharedExpert"]
@@ -441,6 +442,7 @@ AFMOE = register(
         experts_implementations=experts_implementations,
         scan_experts="batched_mm",
         check=check,
+        equations=Pass,
         tiny=tiny,
     )
 )

@@ -29,15 +29,22 @@ __all__ = ["Host", "Layers", "ValueHost"]
 
 
 class ValueHost(Envoy):
-    """An envoy whose class attributes are values."""
+    """An envoy whose class attributes are values.
+
+    Attributes:
+        _origin: The path that its places are written from: the block's, or the root's.
+    """
 
     interleaver: RunInterleaver
+    _origin: str
 
     @classmethod
     def values(cls) -> dict[str, Value]:
         """The values declared on this class, by name, as `print` lists them."""
         found: dict[str, Value] = {}
         for klass in cls.__mro__:
+            if not issubclass(klass, ValueHost):
+                continue
             for name, attribute in vars(klass).items():
                 if isinstance(attribute, Value):
                     found.setdefault(name, attribute)
@@ -51,11 +58,6 @@ class ValueHost(Envoy):
     def _root_path(self) -> str:
         return self._root.path
 
-    @property
-    def _origin(self) -> str:
-        """The path that places are written from: the block's, or the root's."""
-        raise NotImplementedError
-
     def _case(self) -> Case:
         raise NotImplementedError
 
@@ -68,11 +70,11 @@ class ValueHost(Envoy):
         path = f"{self._origin}.{base}" if base else self._origin
         return self._root._module.get_submodule(path.partition(".")[2])
 
-    def _place(self, value: Value, place: Place, case: Case | None = None) -> Resolved:
+    def _place(self, value: Value | None, place: Place, case: Case | None = None) -> Resolved:
         """Where ``place`` is in the installed source; raises `Moved`."""
         case = case or self._case()
         cache = self.interleaver.resolved
-        key = (value, place, case.attn_implementation, case.experts_implementation)
+        key = (value, id(place), case.attn_implementation, case.experts_implementation)
         if key not in cache:
             family = self._root.family
             callees = {name: lambda look_up=look_up: look_up(case) for name, look_up in family.callees.items()}
@@ -169,6 +171,8 @@ class Host(ValueHost):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._origin = self.path.removesuffix(f".{self.at}") if self.at else self.path
+        self._layer = int(self._origin.rpartition(".")[2])
         self._instrument()
 
     def _update(self, module: torch.nn.Module) -> None:
@@ -191,14 +195,6 @@ class Host(ValueHost):
                 install_source(self.get(path) if path else self)
             except (AttributeError, SourceNotAvailable):
                 continue  # This block has no such module; `support` tells why.
-
-    @property
-    def _origin(self) -> str:
-        return self.path.removesuffix(f".{self.at}") if self.at else self.path
-
-    @property
-    def _layer(self) -> int:
-        return int(self._origin.rpartition(".")[2])
 
     def _case(self) -> Case:
         return self.family.case(self._root.config, self._layer)

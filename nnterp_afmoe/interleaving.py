@@ -21,7 +21,7 @@ from nnsight.intervention.source import SourceEnvoy
 from nnsight.intervention.util import first_input
 from nnsight.modeling.tp import TPFragments
 
-from .places import Moved, Place, Resolved
+from .places import Moved, Resolved
 from .values import current_mediator
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class RunInterleaver(Interleaver):
     Attributes:
         seq: Tokens a row in the forward pass that is running.
         mask: Its ``[batch, tokens so far]`` attention mask, or ``None``.
-        resolved: The places resolved so far.
+        resolved: The places resolved so far, by value, place and implementations.
         last_asked: For each block of code, the location and the label of the value it asked for last.
     """
 
@@ -57,7 +57,7 @@ class RunInterleaver(Interleaver):
         self._root = weakref.ref(root)
         self.seq: int = 1
         self.mask: torch.Tensor | None = None
-        self.resolved: dict[tuple[Value, Place, str, str], Resolved | Moved] = {}
+        self.resolved: dict[tuple[Value | None, int, str, str], Resolved | Moved] = {}
         self.last_asked: weakref.WeakKeyDictionary[Mediator, tuple[str, str]] = weakref.WeakKeyDictionary()
 
     @property

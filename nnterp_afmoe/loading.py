@@ -58,6 +58,8 @@ def config_fields(source: Any, **kwargs: Any) -> dict[str, Any]:
         )
     if os.path.isdir(source) and not os.path.isfile(os.path.join(source, "config.json")):
         raise LoadError(f"the folder {os.fspath(source)!r} has no config.json; a checkpoint's folder has one")
+    if not os.path.isdir(source) and (os.path.isabs(source) or os.fspath(source).startswith((".", "~"))):
+        raise LoadError(f"there is no folder {os.fspath(source)!r}")
     try:
         fields, _ = PreTrainedConfig.get_config_dict(source, **finding(kwargs))
     except (OSError, ValueError) as error:

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 from nnsight.modeling.transformers import TransformersModel
 from transformers import TextGenerationPipeline
 
+from . import families  # noqa: F401  registers them
+from .check import check
 from .errors import LoadError, Unavailable, near
 from .family import Case, Family
 from .hosts import ValueHost
 from .interleaving import RunInterleaver, TokenBatcher
 from .layouts import Logits, NextTokenProbs, Residual, Tokens
 from .loading import family_for, refuse_unknown, tokenizer_for
-from .places import INSIDE, Place, Step, parse, resolve
+from .places import INSIDE, Place, Step, parse
 from .support import Support, block_values, layer_support
 from .values import Value
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from nnsight import Envoy
 
+    from .check import Report
     from .families import Block
 
 __all__ = ["Blocks", "StandardizedTransformer"]
@@ -60,6 +64,13 @@ def written(inputs: tuple) -> bool:
     """Whether an invoke's input is text: a string, or a list of them."""
     data = inputs[0] if inputs else None
     return isinstance(data, str) or (isinstance(data, (list, tuple)) and any(isinstance(item, str) for item in data))
+
+
+def sample(parameter: torch.Tensor) -> torch.Tensor:
+    """All of a vector, and some 64 entries of anything larger."""
+    flat = parameter.detach().reshape(-1)
+    step = 1 if parameter.dim() < 2 else max(1, flat.numel() // 64)
+    return flat[::step].clone()
 
 
 class StandardizedTransformer(TransformersModel, ValueHost):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -121,6 +132,11 @@ class StandardizedTransformer(TransformersModel, ValueHost):  # pyright: ignore[
             rename=dict(family.rename),
             **kwargs,
         )
+        self._origin = self.path
+        self._samples: dict[str, torch.Tensor] = {}
+        if self.dispatched:
+            self._remember()
+        self._report_moved()
 
     # -- loading -------------------------------------------------------------------
 
@@ -145,6 +161,19 @@ class StandardizedTransformer(TransformersModel, ValueHost):  # pyright: ignore[
     def _update(self, module: torch.nn.Module) -> None:
         super()._update(module)
         self.interleaver.resolved.clear()
+
+    def _report_moved(self) -> None:
+        """Resolve every place of every kind of block in the installed source, and warn of those that are not there."""
+        moved: dict[str, str] = {}
+        for layers in self.family.kinds(self.config).values():
+            case = self.family.case(self.config, layers[0])
+            for name, (host, value) in block_values(self, case).items():
+                if value.unavailable(case) is None and (reason := host._reason(value, case)) is not None:
+                    moved[name] = reason
+        moved |= {name: reason for name, reason in self._reasons(None).items() if reason is not None}
+        if moved:
+            lines = "\n".join(f"  {name}: {reason}" for name, reason in moved.items())
+            warnings.warn(f"values that the installed release does not have are unavailable:\n{lines}", stacklevel=3)
 
     def _batch(self, invokes: list, fn: Any) -> tuple:
         if self.tokenizer is None and any(written(inputs) for inputs, _ in invokes):
@@ -241,6 +270,56 @@ class StandardizedTransformer(TransformersModel, ValueHost):  # pyright: ignore[
         index = range(self.num_layers)[layer]
         return layer_support(self, self.family.case(self.config, index, attn_implementation, experts_implementation))
 
+    # -- proof -----------------------------------------------------------------------
+
+    def check(
+        self,
+        prompt: Any = None,
+        *,
+        layers: Sequence[int] | None = None,
+        since_load: bool = True,
+        progress: bool = True,
+    ) -> Report:
+        """Hold this model, as it is loaded, to its equations, and report what does not hold.
+
+        Every value of every block follows from those before it; a write to each value, on one block
+        of each kind, has the effect the equations give it, down to the logits; what `support` calls
+        unavailable raises and what it calls available reads; nothing is NaN or infinite; no
+        parameter has changed since the model was wrapped. Loads the weights, and keeps the values
+        of one block at a time.
+
+        Args:
+            prompt: A string, or ``[batch seq]`` token ids; a sentence by default. A prompt longer
+                than the sliding window tests the window.
+            layers: Check these blocks only, negative from the end; all by default.
+            since_load: Also compare the parameters with a sample of them kept when the model was
+                wrapped. Pass ``False`` after changing them on purpose.
+            progress: Show a progress bar.
+
+        Returns:
+            A `Report`: ``.ok``, ``.failures``, ``.to_dict()``; printed, a table.
+        """
+        return check(self, prompt, layers=layers, since_load=since_load, progress=progress)
+
+    def _remember(self) -> None:
+        """Keep a sample of every parameter, to tell later whether it was changed."""
+        self._samples = {name: sample(parameter) for name, parameter in self._module.named_parameters()}
+
+    def _changed(self, name: str, parameter: torch.Tensor) -> bool:
+        kept = self._samples.get(name)
+        now = sample(parameter)
+        return kept is not None and not torch.equal(kept.to(now.device), now)
+
+    def dispatch(self) -> None:
+        if not self.dispatched:
+            super().dispatch()
+            self._remember()
+
+    def __getstate__(self) -> dict:
+        state = super().__getstate__()
+        state["_samples"] = {}
+        return state
+
     # -- the order of the forward pass ---------------------------------------------------
 
     def order(self, layer: int | None = None) -> list[str]:
@@ -251,8 +330,8 @@ class StandardizedTransformer(TransformersModel, ValueHost):  # pyright: ignore[
                 root's `input_ids`, `attention_mask` and `token_embeddings` come before every block,
                 the others after.
         """
-        available = [name for name, reason in self._reasons(layer).items() if reason is None]
-        return sorted(available, key=lambda name: self.rank(name, layer))
+        ranks = self._ranks(layer)
+        return sorted(ranks, key=ranks.__getitem__)
 
     def rank(self, name: str, layer: int | None = None) -> tuple[float, ...]:
         """A sort key: of two values, the one of lower rank has to be asked for first.
@@ -272,11 +351,23 @@ class StandardizedTransformer(TransformersModel, ValueHost):  # pyright: ignore[
         label = name if layer is None else f"layers[{layer}].{name}"
         if (reason := reasons[name]) is not None:
             raise Unavailable(f"{label} is unavailable, so it has no rank: {reason}")
+        return self._ranks(layer)[name]
+
+    def _ranks(self, layer: int | None) -> dict[str, tuple[float, ...]]:
+        """The rank of every value that is available."""
         if layer is None:
-            return self._rank(type(self).values()[name], self._case())
-        case = self.family.case(self.config, range(self.num_layers)[layer])
-        host, value = block_values(self, case)[name]
-        return (*self._block_rank(), case.layer, *host._rank(value, case))
+            case = self._case()
+            values = {name: (self, value) for name, value in type(self).values().items()}
+            ahead: tuple[float, ...] = ()
+        else:
+            case = self.family.case(self.config, range(self.num_layers)[layer])
+            values = block_values(self, case)
+            ahead = (*self._block_rank(), case.layer)
+        return {
+            name: (*ahead, *host._rank(value, case))
+            for name, (host, value) in values.items()
+            if host._reason(value, case) is None
+        }
 
     def _reasons(self, layer: int | None) -> dict[str, str | None]:
         if layer is not None:
@@ -285,7 +376,7 @@ class StandardizedTransformer(TransformersModel, ValueHost):  # pyright: ignore[
         return {name: self._reason(value, case) for name, value in type(self).values().items()}
 
     def _block_rank(self) -> tuple[float, ...]:
-        call = resolve(parse(self.family.block_call), self._module, {})
+        call = self._place(None, parse(self.family.block_call))
         return (*call.rank[:-1], INSIDE)
 
     # -- what a value needs of its host -------------------------------------------------
@@ -293,10 +384,6 @@ class StandardizedTransformer(TransformersModel, ValueHost):  # pyright: ignore[
     @property
     def _root(self) -> StandardizedTransformer:
         return self
-
-    @property
-    def _origin(self) -> str:
-        return self.path
 
     def _case(self) -> Case:
         return self.family.case(self.config, 0)

@@ -286,8 +286,8 @@ def attention(
     group = config.num_attention_heads // config.num_key_value_heads
     k, v = (repeat(y, "batch head key d -> batch (head group) key d", group=group) for y in (k, v))
     scores = einsum(q, k, "batch head query d, batch head key d -> batch head query key") * config.head_dim**-0.5
-    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    scores = visit("self_attn.attention_scores", scores)
+    hidden = torch.zeros_like(scores).masked_fill(~mask, torch.finfo(scores.dtype).min)
+    scores = visit("self_attn.attention_scores", scores + hidden)
     pattern = visit("self_attn.attention_probabilities", scores.float().softmax(-1).to(q.dtype))
     mixed = einsum(pattern, v, "batch head query key, batch head key d -> batch query head d")
     mixed = visit("self_attn.attention_head_outputs", mixed)

@@ -218,7 +218,7 @@ def test_another_model_type(tmp_path):
 def test_a_folder_without_a_config(tmp_path):
     with pytest.raises(LoadError, match=says(str(tmp_path), "has no config.json")):
         StandardizedTransformer(str(tmp_path))
-    with pytest.raises(LoadError, match=says("no config found for", "nowhere")):
+    with pytest.raises(LoadError, match=says("there is no folder", "nowhere")):
         StandardizedTransformer(str(tmp_path / "nowhere"))
     with pytest.raises(LoadError, match="not a int"):
         StandardizedTransformer(3)  # pyright: ignore
