@@ -48,7 +48,7 @@ PROMPT = "The quick brown fox jumps over the lazy dog, twice."
 WRITTEN_TOKENS = 2
 
 #: The most that the logits of the writing trace may take up.
-LOGITS_BYTES = 2**28
+LOGITS_BYTES = 2**27
 
 
 class Check(NamedTuple):
@@ -268,7 +268,7 @@ def check(
     short = ids[:1, :WRITTEN_TOKENS]
     rows = max(8, LOGITS_BYTES // (short.shape[1] * model.vocab_size * 8))
     batches = [edits[start : start + rows] for start in range(0, len(edits), rows)]
-    with Progress(transient=True) if progress else nullcontext() as bar, torch.no_grad():
+    with Progress(transient=True) if progress else nullcontext() as bar, torch.inference_mode():
         steps = (len(batches) + 1) * len(orders)
         task = bar.add_task("checking", total=steps) if bar else None
         tick = (lambda: bar.advance(task)) if bar and task is not None else (lambda: None)
@@ -431,7 +431,7 @@ def rewritten(name: str, value: torch.Tensor) -> torch.Tensor:
         # One token hidden from the others, which leaves no query without a key.
         return value.index_fill(0, torch.tensor([min(1, len(value) - 1)], device=value.device), 0)
     if value.dtype.is_floating_point:
-        return value * 0.5 + 0.125 * value.abs().amax()
+        return value * 0.5 + 0.25
     # Rolled over the row's own numbers, so that each is still a token or an expert of the model.
     return value.flatten().roll(1).view_as(value)
 
@@ -482,14 +482,14 @@ def follow(
     ahead = [name for name in names if model.rank(name) < model._block_rank()]
     for name in ahead:
         take(name, model, name)
-    h: torch.Tensor | None = equations.begin(visit, ids.to(model.device))
+    h = equations.begin(visit, ids.to(model.device))
     ledger.settle()
 
     for layer in range(model.num_layers):
         before.clear()
         after.clear()
         if layer not in orders:
-            h = None
+            h = model.layers[layer].layer_output.clone()
             continue
         ledger.layer = layer
         hosts = block_values(model, model.family.case(model.config, layer))
@@ -502,8 +502,7 @@ def follow(
             seen.add(name)
             return visit(name, want)
 
-        # A block whose neighbour is not checked starts from its own stream.
-        h = equations.block(layer, watched, before["layer_input"] if h is None else h)[0]
+        h = equations.block(layer, watched, h)[0]
         ledger.settle()
         check_registry(layer, seen, hosts, set(before), ledger.report)
         tick()
@@ -513,10 +512,9 @@ def follow(
     for name in names:
         if name not in ahead:
             take(name, model, name)
-    if h is not None:
-        equations.end(visit, h)
-        ledger.settle()
-        logits.append(after["logits"][:, -1].clone())
+    equations.end(visit, h)
+    ledger.settle()
+    logits.append(after["logits"][:, -1].clone())
 
 
 # -- beside the equations --------------------------------------------------------------

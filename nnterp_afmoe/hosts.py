@@ -17,11 +17,12 @@ from nnsight import Envoy
 from nnsight.intervention.source import SourceNotAvailable, install_source
 
 from .errors import NoSuchName, Unavailable
+from .family import Case
 from .places import INSIDE, Moved, Place, Resolved, resolve
 from .values import Value
 
 if TYPE_CHECKING:
-    from .family import Case, Family
+    from .family import Family
     from .interleaving import RunInterleaver
     from .model import StandardizedTransformer
 
@@ -33,10 +34,12 @@ class ValueHost(Envoy):
 
     Attributes:
         _origin: The path that its places are written from: the block's, or the root's.
+        _layer: The block's index; 0 on the root, whose values depend on no block.
     """
 
     interleaver: RunInterleaver
     _origin: str
+    _layer: int
 
     @classmethod
     def values(cls) -> dict[str, Value]:
@@ -59,7 +62,11 @@ class ValueHost(Envoy):
         return self._root.path
 
     def _case(self) -> Case:
-        raise NotImplementedError
+        """This host's block under the config as it is now; within a run, as it was when the run began."""
+        interleaver, root = self.interleaver, self._root
+        if interleaver.interleaving:
+            return Case(root.config, self._layer, *interleaver.implementations)
+        return root.family.case(root.config, self._layer)
 
     def _label(self, name: str) -> str:
         """The value as the user spells it, without the model's name."""
@@ -195,9 +202,6 @@ class Host(ValueHost):
                 install_source(self.get(path) if path else self)
             except (AttributeError, SourceNotAvailable):
                 continue  # This block has no such module; `support` tells why.
-
-    def _case(self) -> Case:
-        return self.family.case(self._root.config, self._layer)
 
     def _label(self, name: str) -> str:
         return f"layers[{self._layer}].{self.dotted(name)}"

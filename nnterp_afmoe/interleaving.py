@@ -46,6 +46,7 @@ class RunInterleaver(Interleaver):
     """nnsight's interleaver, which also knows the model and the shape of the running forward pass.
 
     Attributes:
+        implementations: The attention and experts implementation of the run.
         seq: Tokens a row in the forward pass that is running.
         mask: Its ``[batch, tokens so far]`` attention mask, or ``None``.
         resolved: The places resolved so far, by value, place and implementations.
@@ -55,6 +56,7 @@ class RunInterleaver(Interleaver):
     def __init__(self, root: StandardizedTransformer) -> None:
         super().__init__(fragments=TPFragments())
         self._root = weakref.ref(root)
+        self.implementations: tuple[str, str] = ("", "")
         self.seq: int = 1
         self.mask: torch.Tensor | None = None
         self.resolved: dict[tuple[Value | None, int, str, str], Resolved | Moved] = {}
@@ -73,6 +75,12 @@ class RunInterleaver(Interleaver):
         import transformers
 
         return f"{moved}, in transformers {transformers.__version__}; a release that this package is tested with has it"
+
+    def __enter__(self) -> RunInterleaver:
+        config = self.root.config
+        self.implementations = (config._attn_implementation, config._experts_implementation)
+        super().__enter__()
+        return self
 
     def reindex(self) -> None:
         super().reindex()
@@ -119,8 +127,6 @@ class RunInterleaver(Interleaver):
         code that first asks at a later step of a generation would so wait for a visit that
         does not come; the steps already made are counted in.
         """
-        if self.sourced.get(path) is not None:
-            return
         made = mediator.occurrence(f"{path}.output")
 
         def count_in(location: str) -> None:

@@ -13,7 +13,7 @@ from transformers import TextGenerationPipeline
 from . import families  # noqa: F401  registers them
 from .check import check
 from .errors import LoadError, Unavailable, near
-from .family import Case, Family
+from .family import Family
 from .hosts import ValueHost
 from .interleaving import RunInterleaver, TokenBatcher
 from .layouts import Logits, NextTokenProbs, Residual, Tokens
@@ -132,7 +132,7 @@ class StandardizedTransformer(TransformersModel, ValueHost):  # pyright: ignore[
             rename=dict(family.rename),
             **kwargs,
         )
-        self._origin = self.path
+        self._origin, self._layer = self.path, 0
         self._samples: dict[str, torch.Tensor] = {}
         if self.dispatched:
             self._remember()
@@ -384,9 +384,6 @@ class StandardizedTransformer(TransformersModel, ValueHost):  # pyright: ignore[
     @property
     def _root(self) -> StandardizedTransformer:
         return self
-
-    def _case(self) -> Case:
-        return self.family.case(self.config, 0)
 
     def _label(self, name: str) -> str:
         return name

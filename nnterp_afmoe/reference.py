@@ -220,13 +220,13 @@ def supported(config: Any) -> None:
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``w * x / sqrt(mean(x^2) + eps)``, in float32, cast back last."""
     y = x.float()
-    scale = (reduce(y * y, "... d -> ... 1", "mean") + eps).rsqrt()
+    scale = (y.square().mean(-1, keepdim=True) + eps).rsqrt()
     return (weight * (y * scale)).to(x.dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``W x + b``."""
-    y = einsum(x, weight, "... i, o i -> ... o")
+    y = x @ weight.T
     return y if bias is None else y + bias
 
 

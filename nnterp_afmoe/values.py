@@ -220,8 +220,11 @@ class Value(eproperty):
         at = obj._place(self, self.places(case)[0], case)
         location = at.location(obj._origin)
         for call in at.calls:
-            check_order(obj, mediator, f"{obj._origin}.{call}.output", label, verb)
-            obj.interleaver.instrument_call(obj, mediator, f"{obj._origin}.{call}")
+            path = f"{obj._origin}.{call}"
+            if obj.interleaver.sourced.get(path) is None:
+                # A call that has begun can't be instrumented any more; its gate is where it begins.
+                check_order(obj, mediator, f"{path}.skip", label, verb)
+                obj.interleaver.instrument_call(obj, mediator, path)
         check_order(obj, mediator, location, label, verb)
         obj.interleaver.last_asked[mediator] = (location, label)
         return Access(obj, label, mediator, at, location, mediator.wanted(location), self.recomputed_in(case))
