@@ -266,7 +266,11 @@ class Mixture(Host):
         inside="(batch seq) top_k",
     )
     expert_indices = Value(
-        ExpertIndices, "mlp.experts.input[top_k_index]", "the chosen experts, int64", inside="(batch seq) top_k"
+        ExpertIndices,
+        "mlp.experts.input[top_k_index]",
+        "the chosen experts, int64",
+        inside="(batch seq) top_k",
+        note="a choice has no gradient; it reaches the router through mlp.expert_weights",
     )
     expert_outputs = Value(
         ExpertOutputs,
@@ -441,6 +445,7 @@ AFMOE = register(
         attn_implementations=attn_implementations,
         experts_implementations=experts_implementations,
         scan_experts="batched_mm",
+        float32=("expert_bias",),
         check=check,
         equations=Pass,
         tiny=tiny,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import families
     from .check import Failure, Report
+    from .collecting import Collected
     from .errors import (
         ConfigError,
         LoadError,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Collected",
     "ConfigError",
     "Failure",
     "LoadError",
@@ -48,7 +50,13 @@ __all__ = [
 ]
 
 #: Where the names that are not errors live.
-HOMES = {"Failure": "check", "Report": "check", "StandardizedTransformer": "model", "Support": "support"}
+HOMES = {
+    "Collected": "collecting",
+    "Failure": "check",
+    "Report": "check",
+    "StandardizedTransformer": "model",
+    "Support": "support",
+}
 
 
 def __getattr__(name: str) -> Any:

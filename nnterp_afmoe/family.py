@@ -60,6 +60,7 @@ class Family:
         attn_implementations: The attention implementations to list.
         experts_implementations: The experts implementations to list.
         scan_experts: The experts implementation under which shapes alone propagate.
+        float32: Endings of the parameters that stay in float32 in any dtype.
         check: Raises `ConfigError` on a config (as a plain dict) that contradicts itself.
         equations: The family's equations over a model and its config (`reference.Pass`).
         tiny: A small config with every feature, fields overridable.
@@ -80,6 +81,7 @@ class Family:
     attn_implementations: Callable[[], list[str]]
     experts_implementations: Callable[[], list[str]]
     scan_experts: str
+    float32: tuple[str, ...]
     check: Callable[[Mapping[str, Any]], None]
     equations: Callable[..., Any]
     tiny: Callable[..., PreTrainedConfig]

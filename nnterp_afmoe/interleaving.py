@@ -127,20 +127,33 @@ class RunInterleaver(Interleaver):
         code that first asks at a later step of a generation would so wait for a visit that
         does not come; the steps already made are counted in.
         """
-        made = mediator.occurrence(f"{path}.output")
 
-        def count_in(location: str) -> None:
-            self.counts[location] = mediator.counts_at_start.get(location, 0) + made
+        def count_in(*locations: str) -> None:
+            made = mediator.occurrence(f"{path}.output")
+            for location in locations:
+                self.counts[location] = mediator.counts_at_start.get(location, 0) + made
 
         count_in(f"{path}.fn")
+        # Waits for the call, which may be steps ahead of where the model is now.
         inside = SourceEnvoy(host, path.rpartition(".")[2], path, "", 0).source
-        for label in inside.names:
-            for end in ("input", "skip", "output"):
-                count_in(f"{path}.source.{label}.{end}")
+        count_in(*(f"{path}.source.{label}.{end}" for label in inside.names for end in ("input", "skip", "output")))
 
 
 class TokenBatcher(Batcher):
     """Narrows and widens tensors that are flat over tokens, as nnsight's does those over rows."""
+
+    def assemble(self, fn: Any) -> tuple:
+        args, kwargs = super().assemble(fn)
+        if self.batching:
+            config = kwargs.get("generation_config")
+            for name in ("num_beams", "num_return_sequences"):
+                each = kwargs.get(name) or getattr(config, name, None) or 1
+                if each > 1:
+                    raise ValueError(
+                        f"{name}={each} makes {each} rows of every prompt, so several invokes can't be told apart: "
+                        f"generate from one prompt at a time, or with {name}=1"
+                    )
+        return args, kwargs
 
     @property
     def interleaver(self) -> RunInterleaver:

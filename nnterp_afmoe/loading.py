@@ -11,13 +11,23 @@ from typing import Any
 
 import torch
 from nnsight.intervention.envoy import Envoy
+from nnsight.modeling.processing import PROCESSOR_KEYS, ROW_FIELDS
 from nnsight.modeling.transformers import TransformersModel
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, pipeline
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    TextGenerationPipeline,
+    pipeline,
+)
+from transformers.utils.generic import TransformersKwargs
 
 from .errors import LoadError, UnsupportedModel, near
 from .family import FAMILIES, Family, family_of
 
-__all__ = ["family_for", "refuse_unknown", "tokenizer_for"]
+__all__ = ["family_for", "refuse_unknown", "refuse_unknown_call", "tokenizer_for"]
 
 #: Keywords that say where files are found and how they are fetched.
 FINDING = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
@@ -126,3 +136,26 @@ def known_keywords() -> frozenset[str]:
     known |= {"low_cpu_mem_usage", *inspect.signature(PreTrainedConfig).parameters}
     # What belongs to the envoy tree is the family's to say.
     return frozenset(known - set(inspect.signature(Envoy.__init__).parameters) - {"self", "args", "kwargs"})
+
+
+def refuse_unknown_call(architecture: type[torch.nn.Module], kwargs: dict[str, Any], generating: bool) -> None:
+    """Raise `TypeError` for a keyword of a trace or a generation that nothing would take."""
+    known = known_call_keywords(architecture, generating)
+    for name in kwargs:
+        if name not in known:
+            what = "generate" if generating else "the model's forward"
+            raise TypeError(f"unknown keyword {name!r}: {what} does not take it{near(name, known)}")
+
+
+@functools.cache
+def known_call_keywords(architecture: type[Any], generating: bool) -> frozenset[str]:
+    """What a forward takes, how text is prepared for it, and for a generation all of its settings."""
+    # `return_dict` is taken off by the decorator of the forward.
+    known = {"return_dict", *ROW_FIELDS, *PROCESSOR_KEYS, *TransformersKwargs.__annotations__}
+    functions = [architecture.forward, TextGenerationPipeline._sanitize_parameters, TextGenerationPipeline.preprocess]
+    if generating:
+        functions.append(architecture.generate)
+        known |= set(GenerationConfig().to_dict()) | {"inputs"}
+    for function in functions:
+        known |= set(inspect.signature(function).parameters)
+    return frozenset(known - {"self", "args", "kwargs", "generate_kwargs"})

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
+from nnsight import Envoy
+from nnsight.intervention.tracer import ScanningTracer
+from nnsight.modeling.mixins.meta import Meta
+from nnsight.modeling.mixins.remotable import Remotable
 from nnsight.modeling.transformers import TransformersModel
 from transformers import TextGenerationPipeline
 
 from . import families  # noqa: F401  registers them
 from .check import check
+from .collecting import Collected, collect
 from .errors import LoadError, Unavailable, near
-from .family import Family
+from .family import Case, Family
 from .hosts import ValueHost
 from .interleaving import RunInterleaver, TokenBatcher
+from .interventions import Interventions
 from .layouts import Logits, NextTokenProbs, Residual, Tokens
-from .loading import family_for, refuse_unknown, tokenizer_for
+from .loading import family_for, refuse_unknown, refuse_unknown_call, tokenizer_for
 from .places import INSIDE, Place, Step, parse
 from .support import Support, block_values, layer_support
 from .values import Value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from nnsight import Envoy
 
     from .check import Report
     from .families import Block
@@ -60,6 +65,14 @@ def call_size(host: ValueHost, ids: torch.Tensor) -> torch.Size:
     return ids.shape[:2]
 
 
+#: The keywords of a trace that are nnsight's own.
+TRACING = frozenset(
+    name
+    for method in (TransformersModel.trace, Remotable.trace, Envoy.trace, Meta.scan)
+    for name in inspect.signature(method).parameters
+)
+
+
 def written(inputs: tuple) -> bool:
     """Whether an invoke's input is text: a string, or a list of them."""
     data = inputs[0] if inputs else None
@@ -73,7 +86,20 @@ def sample(parameter: torch.Tensor) -> torch.Tensor:
     return flat[::step].clone()
 
 
-class StandardizedTransformer(TransformersModel, ValueHost):  # pyright: ignore[reportIncompatibleMethodOverride]
+class ScanTracer(ScanningTracer):
+    """A scan under the experts implementation that propagates shapes in any dtype."""
+
+    def execute(self, code: Any) -> None:
+        model: Any = self.envoy
+        before = model.config._experts_implementation
+        model.set_experts_implementation(model.family.scan_experts)
+        try:
+            super().execute(code)
+        finally:
+            model.set_experts_implementation(before)
+
+
+class StandardizedTransformer(TransformersModel, Interventions, ValueHost):  # pyright: ignore[reportIncompatibleMethodOverride]
     """A model of a supported family, wrapped for tracing, with every named value to read and to write.
 
     nnsight's `TransformersModel` with the standard names on top: ``layers``, ``embed_tokens``, ``norm``
@@ -136,6 +162,7 @@ class StandardizedTransformer(TransformersModel, ValueHost):  # pyright: ignore[
         self._samples: dict[str, torch.Tensor] = {}
         if self.dispatched:
             self._remember()
+            self._report_cast()
         self._report_moved()
 
     # -- loading -------------------------------------------------------------------
@@ -162,6 +189,22 @@ class StandardizedTransformer(TransformersModel, ValueHost):  # pyright: ignore[
         super()._update(module)
         self.interleaver.resolved.clear()
 
+    def _report_cast(self) -> None:
+        """Warn of parameters that the family keeps in float32 and this load did not."""
+        cast = [
+            (name, parameter.dtype)
+            for name, parameter in self._module.named_parameters()
+            if name.endswith(self.family.float32) and parameter.dtype is not torch.float32
+        ]
+        if cast:
+            name, dtype = cast[0]
+            warnings.warn(
+                f"{len(cast)} of {', '.join(self.family.float32)} (the first is {name}) are {dtype} after this load, and "
+                f"{self.family.name} keeps them in float32: experts whose scores nearly tie may be chosen otherwise. "
+                f"Load with dtype=torch.float32, or copy the checkpoint's own into them",
+                stacklevel=3,
+            )
+
     def _report_moved(self) -> None:
         """Resolve every place of every kind of block in the installed source, and warn of those that are not there."""
         moved: dict[str, str] = {}
@@ -175,7 +218,29 @@ class StandardizedTransformer(TransformersModel, ValueHost):  # pyright: ignore[
             lines = "\n".join(f"  {name}: {reason}" for name, reason in moved.items())
             warnings.warn(f"values that the installed release does not have are unavailable:\n{lines}", stacklevel=3)
 
+    def trace(self, *inputs: Any, fn: Any = None, **kwargs: Any) -> Any:
+        """Run one forward pass, or what ``fn`` names, with the block's reads and writes: nnsight's ``trace``.
+
+        Raises:
+            TypeError: a keyword that neither the call nor the model takes.
+        """
+        self._refuse_unknown(fn, {name: value for name, value in kwargs.items() if name not in TRACING})
+        return super().trace(*inputs, fn=fn, **kwargs)
+
+    def scan(self, *inputs: Any, fn: Any = None, backend: Any = None, **kwargs: Any) -> ScanTracer:
+        """Shapes without weights: nnsight's ``scan``, in any dtype and under any experts implementation.
+
+        The experts run as the one implementation whose shapes follow from shapes alone.
+        """
+        self._refuse_unknown(fn, {name: value for name, value in kwargs.items() if name not in TRACING})
+        return ScanTracer(self, self._call if fn is None else fn, *inputs, backend=backend, **kwargs)
+
+    def _refuse_unknown(self, fn: Any, kwargs: dict[str, Any]) -> None:
+        refuse_unknown_call(self.family.architecture, kwargs, getattr(fn, "__name__", "") in ("generate", "pipe"))
+
     def _batch(self, invokes: list, fn: Any) -> tuple:
+        for _, kwargs in invokes:
+            self._refuse_unknown(fn, kwargs)
         if self.tokenizer is None and any(written(inputs) for inputs, _ in invokes):
             raise LoadError(
                 "this model has no tokenizer, so it can't take text: pass token ids, "
@@ -270,6 +335,33 @@ class StandardizedTransformer(TransformersModel, ValueHost):  # pyright: ignore[
         index = range(self.num_layers)[layer]
         return layer_support(self, self.family.case(self.config, index, attn_implementation, experts_implementation))
 
+    # -- collecting ------------------------------------------------------------------
+
+    def collect(self, prompt: Any, values: str | Sequence[str], layers: int | Sequence[int] | None = None) -> Collected:
+        """Read values from one forward pass, named in any order, without autograd.
+
+        The pass is stopped after the last value wanted. A tensor is the model's own where the layouts
+        agree, so nothing is copied that need not be.
+
+            found = model.collect(["A prompt", "another"], ["mlp.router_logits", "layer_output"], layers=[2, 3])
+            found["layer_output"][3]        # [batch seq hidden_size]
+            found.mask, found.tokens, found.dims["layer_output"]
+
+        Args:
+            prompt: Whatever a trace takes: a string, a list of them, token ids.
+            values: Names as `support` spells them, and the root's own.
+            layers: The blocks, negative from the end; by default every block that has the value.
+
+        Returns:
+            A `Collected`: a name to its tensor or to ``{layer: tensor}``, with the axis names, the token
+            strings and the mask of real tokens.
+
+        Raises:
+            KeyError: there is no value of that name.
+            Unavailable: a block that was asked for lacks the value, or every block does.
+        """
+        return collect(self, prompt, values, layers)
+
     # -- proof -----------------------------------------------------------------------
 
     def check(
@@ -314,6 +406,7 @@ class StandardizedTransformer(TransformersModel, ValueHost):  # pyright: ignore[
         if not self.dispatched:
             super().dispatch()
             self._remember()
+            self._report_cast()
 
     def __getstate__(self) -> dict:
         state = super().__getstate__()
@@ -344,30 +437,43 @@ class StandardizedTransformer(TransformersModel, ValueHost):  # pyright: ignore[
             KeyError: there is no value of that name.
             Unavailable: the value is not available there, so it has no place in the order.
         """
+        found = self._values_of(layer).get(name)
+        reason = found[0]._reason(found[1], self._case_of(layer)) if found else self._no_such(name, layer)
+        label = name if layer is None else f"layers[{layer}].{name}"
+        if reason is not None:
+            raise Unavailable(f"{label} is unavailable, so it has no rank: {reason}")
+        host, value = self._values_of(layer)[name]
+        return (*self._ahead(layer), *host._rank(value, self._case_of(layer)))
+
+    def _no_such(self, name: str, layer: int | None) -> str | None:
+        """Why a block lacks a value that others have; raises `KeyError` for a name that none has."""
         reasons = self._reasons(layer)
         if name not in reasons:
             where = "the root" if layer is None else "a block"
             raise KeyError(f"{name!r} is not a value of {where}{near(name, reasons)}")
-        label = name if layer is None else f"layers[{layer}].{name}"
-        if (reason := reasons[name]) is not None:
-            raise Unavailable(f"{label} is unavailable, so it has no rank: {reason}")
-        return self._ranks(layer)[name]
+        return reasons[name]
 
     def _ranks(self, layer: int | None) -> dict[str, tuple[float, ...]]:
         """The rank of every value that is available."""
-        if layer is None:
-            case = self._case()
-            values = {name: (self, value) for name, value in type(self).values().items()}
-            ahead: tuple[float, ...] = ()
-        else:
-            case = self.family.case(self.config, range(self.num_layers)[layer])
-            values = block_values(self, case)
-            ahead = (*self._block_rank(), case.layer)
+        case, ahead = self._case_of(layer), self._ahead(layer)
         return {
             name: (*ahead, *host._rank(value, case))
-            for name, (host, value) in values.items()
+            for name, (host, value) in self._values_of(layer).items()
             if host._reason(value, case) is None
         }
+
+    def _case_of(self, layer: int | None) -> Case:
+        return self._case() if layer is None else self.family.case(self.config, range(self.num_layers)[layer])
+
+    def _values_of(self, layer: int | None) -> dict[str, tuple[Any, Value]]:
+        """The values of the root, or of a block, each with its host."""
+        if layer is None:
+            return {name: (self, value) for name, value in type(self).values().items()}
+        return block_values(self, self._case_of(layer))
+
+    def _ahead(self, layer: int | None) -> tuple[float, ...]:
+        """What every rank of a block begins with."""
+        return () if layer is None else (*self._block_rank(), self._case_of(layer).layer)
 
     def _reasons(self, layer: int | None) -> dict[str, str | None]:
         if layer is not None:

@@ -79,10 +79,10 @@ class Support(Mapping[str, "dict[int, str] | None"]):
             answers = ((index, layer[name]) for index, layer in enumerate(self._layers))
             self._answer[name] = {index: reason for index, reason in answers if reason is not None} or None
         self.notes = {
-            host.dotted(name): value.recomputed.note
+            host.dotted(name): "; ".join(notes)
             for host in model.family.hosts
             for name, value in host.values().items()
-            if value.recomputed and any(value.recomputed_in(case) for case in self._cases)
+            if (notes := value.notes(self._cases[0]))
         }
 
     def __getitem__(self, name: str) -> dict[int, str] | None:

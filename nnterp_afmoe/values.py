@@ -96,6 +96,7 @@ class Value(eproperty):
         shared: The tensor outlives the call (a key/value cache holds it), so the reader edits
             a copy that is put back for this call alone.
         recomputed: How to serve it where no tensor holds it.
+        note: A caveat that `support` gives beside it.
     """
 
     name: str
@@ -113,6 +114,7 @@ class Value(eproperty):
         view: Callable[[Any, Any], Any] | None = None,
         shared: bool = False,
         recomputed: Recomputed | None = None,
+        note: str | None = None,
     ) -> None:
         super().__init__(key="", description=description)
         self.layout = layout
@@ -122,6 +124,7 @@ class Value(eproperty):
         self.view = view
         self.shared = shared
         self.recomputed = recomputed
+        self.note = note
         self._outward = self._inward = None
         if inside is not None and layout is not None:
             self._outward, self._inward = f"{inside} -> {layout.axes}", f"{layout.axes} -> {inside}"
@@ -130,7 +133,8 @@ class Value(eproperty):
         # The base class allows no name yet; a value has one from its class body on.
         self.name = self.key = name  # pyright: ignore[reportIncompatibleVariableOverride]
         access = "" if self.writable else " Read-only."
-        self.__doc__ = f"{self.layout or 'Not a tensor'}: {self.description}.{access}"
+        note = f" Note: {self.note}." if self.note else ""
+        self.__doc__ = f"{self.layout or 'Not a tensor'}: {self.description}.{access}{note}"
 
     def __str__(self) -> str:
         typed = f" -> {self.layout}" if self.layout else ""
@@ -151,6 +155,11 @@ class Value(eproperty):
     def recomputed_in(self, case: Case) -> Recomputed | None:
         """How the value is served in a case that has no tensor for it; ``None`` where one holds it."""
         return self.recomputed if self.recomputed and self.recomputed.when(case) else None
+
+    def notes(self, case: Case) -> list[str]:
+        """The caveats about it in this case."""
+        recomputed = self.recomputed_in(case)
+        return [note for note in (self.note, recomputed.note if recomputed else None) if note]
 
     def places(self, case: Case) -> tuple[Place, ...]:
         """Where the value is read in this case, and where it is written if that is elsewhere."""
@@ -280,7 +289,9 @@ class Value(eproperty):
             raise WriteError(f"{what} = {list(current.shape)} here; the tensor assigned has shape {list(value.shape)}")
         if kind(value.dtype) != kind(current.dtype):
             raise WriteError(f"{what} of {current.dtype}; the tensor assigned is {value.dtype}, of another kind")
-        if value.device != current.device and not isinstance(current, FakeTensor):
+        if isinstance(current, FakeTensor):
+            return value.to(current)
+        if value.device != current.device:
             raise WriteError(
                 f"{what} on {current.device}; the tensor assigned is on {value.device}: "
                 f"move it with .to({self.name}.device)"

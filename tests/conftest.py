@@ -31,6 +31,15 @@ ATTENTION = ("eager", "sdpa")
 EXPERTS = ("eager", "batched_mm", "grouped_mm")
 
 
+def half(module: torch.nn.Module, dtype: torch.dtype, norms: bool = False) -> torch.nn.Module:
+    """The module in half precision with the selection bias, and ``norms`` if asked, left in float32."""
+    module.to(dtype)
+    for name, parameter in module.named_parameters():
+        if name.endswith("expert_bias") or (norms and "norm" in name):
+            parameter.data = parameter.data.float()
+    return module
+
+
 @functools.cache
 def model_of(name: str) -> StandardizedTransformer:
     return tiny(**CONFIGS[name])

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from conftest import ATTENTION, CONFIGS, EXPERTS
+from conftest import ATTENTION, CONFIGS, EXPERTS, half
 
 from nnterp_afmoe import StandardizedTransformer, families
 from nnterp_afmoe.check import TOLERANCES, plan
@@ -32,8 +32,10 @@ def test_an_unbroken_model_has_no_failure(build, name, attention, experts):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("attention", ATTENTION)
-def test_half_precision_has_its_own_tolerance(attention, dtype):
-    model = StandardizedTransformer(tiny_module(attn_implementation=attention).to(dtype), tokenizer=byte_tokenizer())
+@pytest.mark.parametrize("norms", [False, True])
+def test_half_precision_has_its_own_tolerance(attention, dtype, norms):
+    module = half(tiny_module(attn_implementation=attention), dtype, norms)
+    model = StandardizedTransformer(module, tokenizer=byte_tokenizer())
     report = model.check(progress=False)
     assert report.ok, report
     assert report.tolerance == TOLERANCES[dtype] == 2 * torch.finfo(dtype).eps

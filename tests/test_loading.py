@@ -47,9 +47,16 @@ def test_dispatch_keeps_the_implementations_switched_to(folder):
 
 
 def test_what_from_pretrained_takes(folder):
-    model = StandardizedTransformer(
-        str(folder), attn_implementation="eager", experts_implementation="eager", dtype=torch.bfloat16, dispatch=True
-    )
+    with pytest.warns(
+        UserWarning, match=r"expert_bias.* are torch.bfloat16 after this load, and AFMoE keeps them in float32"
+    ):
+        model = StandardizedTransformer(
+            str(folder),
+            attn_implementation="eager",
+            experts_implementation="eager",
+            dtype=torch.bfloat16,
+            dispatch=True,
+        )
     assert model.dispatched
     assert (model.config._attn_implementation, model.config._experts_implementation) == ("eager", "eager")
     assert model.embed_tokens._module.weight.dtype is torch.bfloat16

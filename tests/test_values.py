@@ -5,7 +5,7 @@ from __future__ import annotations
 import nnsight
 import pytest
 import torch
-from conftest import ATTENTION, CONFIGS, EXPERTS
+from conftest import ATTENTION, CONFIGS, EXPERTS, half
 from helpers import apart, assign, keys, read, read_all
 
 from nnterp_afmoe.reference import forward
@@ -137,7 +137,7 @@ def test_with_nothing_written_the_logits_are_the_bare_models_bit_for_bit(build, 
     from nnterp_afmoe import StandardizedTransformer
 
     both = {"attn_implementation": attention, "experts_implementation": experts}
-    bare, wrapped = tiny_module(**both).to(dtype), StandardizedTransformer(tiny_module(**both).to(dtype))
+    bare, wrapped = half(tiny_module(**both), dtype), StandardizedTransformer(half(tiny_module(**both), dtype))
     with torch.no_grad():
         want = bare(ids).logits
         assert torch.equal(wrapped._module(ids).logits, want)
