@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from nnsight import Envoy
-from nnsight.intervention.source import SourceNotAvailable, install_source
 
 from .errors import NoSuchName, Unavailable
 from .family import Case
-from .places import INSIDE, Moved, Place, Resolved, resolve
+from .instrumenting import instrument_operations
+from .places import INSIDE, Moved, Place, Resolved, operation, resolve
 from .values import Value
 
 if TYPE_CHECKING:
@@ -194,14 +194,17 @@ class Host(ValueHost):
         """
         if self.at:
             return
-        paths = {sourced(value.place) for host in self.family.hosts for value in host.values().values()}
-        for path in paths:
-            if path is None:
-                continue
+        places = [value.place for host in self.family.hosts for value in host.values().values()]
+        wanted: dict[str, set[str]] = {}
+        for path, code in filter(None, map(first_operation, places)):
+            wanted.setdefault(path, set()).add(code)
+        for path, codes in wanted.items():
             try:
-                install_source(self.get(path) if path else self)
-            except (AttributeError, SourceNotAvailable):
-                continue  # This block has no such module; `support` tells why.
+                envoy = self.get(path) if path else self
+                labels = frozenset(operation(envoy._module, code) for code in codes)
+            except (AttributeError, Moved):
+                continue  # This block has no such module, or no such operation; `support` tells why.
+            instrument_operations(envoy, labels)
 
     def _label(self, name: str) -> str:
         return f"layers[{self._layer}].{self.dotted(name)}"
@@ -242,9 +245,9 @@ class Layers(Envoy):
         return super().__getitem__(key)
 
 
-def sourced(place: Place) -> str | None:
-    """The module whose forward holds the first operation of ``place``, or ``None`` without one."""
+def first_operation(place: Place) -> tuple[str, str] | None:
+    """The module whose forward holds the first operation of ``place``, and its code; ``None`` without one."""
     for index, step in enumerate(place.steps):
         if step.code is not None:
-            return ".".join(part.name for part in place.steps[:index])
+            return ".".join(part.name for part in place.steps[:index]), step.code
     return None

@@ -27,7 +27,7 @@ from .values import current_mediator
 if TYPE_CHECKING:
     from .hosts import ValueHost
     from .model import StandardizedTransformer
-    from .values import Value
+    from .values import Site, Value
 
 __all__ = ["RunInterleaver", "TokenBatcher"]
 
@@ -50,7 +50,7 @@ class RunInterleaver(Interleaver):
         seq: Tokens a row in the forward pass that is running.
         mask: Its ``[batch, tokens so far]`` attention mask, or ``None``.
         resolved: The places resolved so far, by value, place and implementations.
-        last_asked: For each block of code, the location and the label of the value it asked for last.
+        sites: Where the values asked for so far stand under these implementations, by host and value.
     """
 
     def __init__(self, root: StandardizedTransformer) -> None:
@@ -60,7 +60,7 @@ class RunInterleaver(Interleaver):
         self.seq: int = 1
         self.mask: torch.Tensor | None = None
         self.resolved: dict[tuple[Value | None, int, str, str], Resolved | Moved] = {}
-        self.last_asked: weakref.WeakKeyDictionary[Mediator, tuple[str, str]] = weakref.WeakKeyDictionary()
+        self.sites: dict[tuple[str, Value], Site] = {}
 
     @property
     def root(self) -> StandardizedTransformer:
@@ -78,7 +78,10 @@ class RunInterleaver(Interleaver):
 
     def __enter__(self) -> RunInterleaver:
         config = self.root.config
-        self.implementations = (config._attn_implementation, config._experts_implementation)
+        implementations = (config._attn_implementation, config._experts_implementation)
+        if implementations != self.implementations:
+            self.implementations = implementations
+            self.sites.clear()
         super().__enter__()
         return self
 
@@ -99,6 +102,11 @@ class RunInterleaver(Interleaver):
 
     def _see_block(self, value: Any) -> None:
         self.seq = first_input(*value).shape[1]
+
+    def forget(self) -> None:
+        """Resolve every place anew: the modules have changed."""
+        self.resolved.clear()
+        self.sites.clear()
 
     def own_mask(self) -> torch.Tensor | None:
         """The rows of `mask` that are the running block of code's."""

@@ -187,7 +187,7 @@ class StandardizedTransformer(TransformersModel, Interventions, ValueHost):  # p
 
     def _update(self, module: torch.nn.Module) -> None:
         super()._update(module)
-        self.interleaver.resolved.clear()
+        self.interleaver.forget()
 
     def _report_cast(self) -> None:
         """Warn of parameters that the family keeps in float32 and this load did not."""

@@ -37,7 +37,7 @@ from nnsight.intervention.source import (
 )
 from nnsight.intervention.util import first_input
 
-__all__ = ["Moved", "Place", "Resolved", "Step", "parse", "resolve"]
+__all__ = ["Moved", "Place", "Resolved", "Step", "operation", "parse", "resolve"]
 
 STEP = re.compile(r"(?P<name>\w+)(\{(?P<code>[^}]*)\})?(\[(?P<pick>\w+)\])?(\.|$)")
 
@@ -82,7 +82,6 @@ class Resolved:
         pick: As in `Place`.
         position: Where a named argument stands when it is passed by position.
         calls: The operations whose called function has to be instrumented, outermost first.
-        sourced: The modules, from the block, whose forward has to be instrumented.
         rank: Sorts the places of one block in the order of its forward pass.
     """
 
@@ -91,7 +90,6 @@ class Resolved:
     pick: str | int | None
     position: int | None
     calls: tuple[str, ...]
-    sourced: tuple[str, ...]
     rank: tuple[float, ...]
 
     def location(self, path: str) -> str:
@@ -167,7 +165,6 @@ def resolve(place: Place, module: torch.nn.Module, callees: Mapping[str, Callabl
     names = _compiled(here)
     prefix: list[str] = []
     calls: list[str] = []
-    sourced: list[str] = []
     rank: list[float] = []
     owner = type(module).__name__
     for step in place.steps:
@@ -183,9 +180,7 @@ def resolve(place: Place, module: torch.nn.Module, callees: Mapping[str, Callabl
             names = _compiled(here)
         else:
             label = _label(names, step.code, owner)
-            if isinstance(here, torch.nn.Module):
-                sourced.append(".".join(prefix))
-            else:
+            if not isinstance(here, torch.nn.Module):
                 calls.append(".".join(prefix))
             rank.append(names.names.index(label))
             prefix += ["source", label]
@@ -201,7 +196,12 @@ def resolve(place: Place, module: torch.nn.Module, callees: Mapping[str, Callabl
     position = None
     if place.key == "input" and isinstance(place.pick, str):
         position = _position(here, place.pick, owner)
-    return Resolved(".".join(prefix), place.key, place.pick, position, tuple(calls), tuple(sourced), tuple(rank))
+    return Resolved(".".join(prefix), place.key, place.pick, position, tuple(calls), tuple(rank))
+
+
+def operation(module: torch.nn.Module, code: str) -> str:
+    """nnsight's label of the operation ``code`` in the module's forward; raises `Moved`."""
+    return _label(_compiled(module), code, type(module).__name__)
 
 
 def _compiled(here: torch.nn.Module | Callable) -> Compiled:

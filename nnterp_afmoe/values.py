@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
 from einops import rearrange
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .family import Case
     from .hosts import ValueHost
 
-__all__ = ["Recomputed", "Value"]
+__all__ = ["Recomputed", "Site", "Value"]
 
 
 @dataclass(frozen=True)
@@ -59,26 +59,33 @@ class Recomputed:
 
 
 @dataclass(frozen=True)
-class Access:
-    """One read or write that may go ahead: by whom, of what, and where.
+class Site:
+    """A value on one host, as it stands under the implementations of a run.
 
     Attributes:
-        host: The envoy asked.
         label: The value as the user spells it.
-        mediator: Drives the block of code that asks.
         at: The place in the source.
-        location: nnsight's name for it.
-        occurrence: The visit of it that is asked for.
+        location: nnsight's name for the place.
+        calls: nnsight's paths of the calls whose functions have to be instrumented.
         recomputed: How the value is served, if no tensor holds it here.
+        sink: Where a write takes effect.
     """
 
-    host: ValueHost
     label: str
-    mediator: Mediator
     at: Resolved
     location: str
-    occurrence: int
+    calls: tuple[str, ...]
     recomputed: Recomputed | None
+    sink: str
+
+
+class Access(NamedTuple):
+    """One read or write that may go ahead: on which host, at which site, for whom, and which visit."""
+
+    host: ValueHost
+    site: Site
+    mediator: Mediator
+    occurrence: int
 
 
 class Value(eproperty):
@@ -177,75 +184,84 @@ class Value(eproperty):
             return self
         access = self._open(obj, "read")
         waiting = access.mediator.transform
-        if waiting is not None and waiting.key == (self, access.location, access.occurrence):
+        if waiting is not None and waiting.key == (self, access.site.location, access.occurrence):
             return waiting.view
-        raw = Mediator.value(access.location)
+        raw = Mediator.value(access.site.location)
         tensor = self._tensor(access, raw)
         if self.view is not None:
             return self.view(obj, tensor)
         view = self._to_layout(obj, tensor)
         if self.shared:
             view = view.clone()
-        elif view is tensor and not access.recomputed:
+        elif view is tensor and not access.site.recomputed:
             return view
-        if access.recomputed:
-            back, target = self._fold_back(access, access.recomputed, view)
+        if access.site.recomputed:
+            back = self._fold_back(access, access.site.recomputed, view)
         else:
-            back, target = partial(self._put_back, access, raw, view), access.location
-        access.mediator.transform = Reading(back, view, self, target, access.occurrence, access.location)
+            back = partial(self._put_back, access, raw, view)
+        site = access.site
+        access.mediator.transform = Reading(back, view, self, site.sink, access.occurrence, site.location)
         return view
 
     def __set__(self, obj: Any, value: Any) -> None:
         access = self._open(obj, "assign")
         if not self.writable:
-            raise ReadOnly(f"{access.label} is read-only: it is derived; assign the value it comes from")
+            raise ReadOnly(f"{access.site.label} is read-only: it is derived; assign the value it comes from")
         waiting = access.mediator.transform
-        if waiting is not None and waiting.key == (self, access.location, access.occurrence):
+        if waiting is not None and waiting.key == (self, access.site.location, access.occurrence):
             # A view handed out before is about to go back; what is assigned replaces it.
             current, access.mediator.transform = waiting.view, None
         else:
-            current = self._to_layout(obj, self._tensor(access, Mediator.value(access.location)))
+            current = self._to_layout(obj, self._tensor(access, Mediator.value(access.site.location)))
         tensor = self._to_model(self._fitting(access, value, current))
-        if access.recomputed:
-            target = self._sink(access, access.recomputed)
-            Mediator.swap(target, access.recomputed.fold(tensor, Mediator.value(target)))
+        if access.site.recomputed:
+            sink = access.site.sink
+            Mediator.swap(sink, access.site.recomputed.fold(tensor, Mediator.value(sink)))
         else:
-            Mediator.swap(access.location, access.at.put(Mediator.value(access.location), tensor))
+            Mediator.swap(access.site.location, access.site.at.put(Mediator.value(access.site.location), tensor))
 
     # -- the steps of an access ----------------------------------------------------
 
     def _open(self, obj: ValueHost, verb: str) -> Access:
         """Refuse what can't be right, and instrument what the place runs through."""
-        case, label = obj._case(), obj._label(self.name)
-        reason = obj._reason(self, case)
-        if reason is not None:
-            raise Unavailable(f"{label} is unavailable: {reason}")
-        mediator = current_mediator()
-        if mediator is None or not obj.interleaver.interleaving:
+        interleaver, mediator = obj.interleaver, current_mediator()
+        if mediator is None or not interleaver.interleaving:
+            label = self._site(obj).label
             raise OutsideTrace(
                 f"{label} can be {'read' if verb == 'read' else 'assigned'} only while the model runs, "
                 f"inside `with model.trace(prompt):`; to ask whether it is there, use support()"
             )
-        at = obj._place(self, self.places(case)[0], case)
-        location = at.location(obj._origin)
-        for call in at.calls:
-            path = f"{obj._origin}.{call}"
-            if obj.interleaver.sourced.get(path) is None:
+        site = interleaver.sites.get((obj.path, self))
+        if site is None:
+            site = interleaver.sites[obj.path, self] = self._site(obj)
+        for call in site.calls:
+            if interleaver.sourced.get(call) is None:
                 # A call that has begun can't be instrumented any more; its gate is where it begins.
-                check_order(obj, mediator, f"{path}.skip", label, verb)
-                obj.interleaver.instrument_call(obj, mediator, path)
-        check_order(obj, mediator, location, label, verb)
-        obj.interleaver.last_asked[mediator] = (location, label)
-        return Access(obj, label, mediator, at, location, mediator.wanted(location), self.recomputed_in(case))
+                check_order(obj, mediator, f"{call}.skip", site.label, verb)
+                interleaver.instrument_call(obj, mediator, call)
+        check_order(obj, mediator, site.location, site.label, verb)
+        mediator.last_site = site  # pyright: ignore[reportAttributeAccessIssue]
+        return Access(obj, site, mediator, mediator.wanted(site.location))
+
+    def _site(self, obj: ValueHost) -> Site:
+        """Where the value stands on this host now; raises `Unavailable`."""
+        case, label, origin = obj._case(), obj._label(self.name), obj._origin
+        reason = obj._reason(self, case)
+        if reason is not None:
+            raise Unavailable(f"{label} is unavailable: {reason}")
+        places = [obj._place(self, place, case) for place in self.places(case)]
+        location, sink = places[0].location(origin), places[-1].location(origin)
+        calls = tuple(f"{origin}.{call}" for call in places[0].calls)
+        return Site(label, places[0], location, calls, self.recomputed_in(case), sink)
 
     def _tensor(self, access: Access, raw: Any) -> Any:
-        if access.recomputed:
-            module = access.host._module_at(access.at.base)
+        if access.site.recomputed:
+            module = access.host._module_at(access.site.at.base)
             with access.host.interleaver.stood_down():
-                return access.recomputed.compute(module, *raw)
-        tensor = access.at.take(raw)
+                return access.site.recomputed.compute(module, *raw)
+        tensor = access.site.at.take(raw)
         if tensor is None:
-            raise Unavailable(f"{access.label} is unavailable: this call was made without it")
+            raise Unavailable(f"{access.site.label} is unavailable: this call was made without it")
         return tensor
 
     def _to_layout(self, host: ValueHost, tensor: torch.Tensor) -> torch.Tensor:
@@ -257,29 +273,24 @@ class Value(eproperty):
         return view if self._inward is None else rearrange(view, self._inward)
 
     def _put_back(self, access: Access, raw: Any, view: torch.Tensor) -> Any:
-        return access.at.put(raw, self._to_model(view))
+        return access.site.at.put(raw, self._to_model(view))
 
-    def _sink(self, access: Access, recomputed: Recomputed) -> str:
-        return access.host._place(self, recomputed.sink).location(access.host._origin)
-
-    def _fold_back(
-        self, access: Access, recomputed: Recomputed, view: torch.Tensor
-    ) -> tuple[Callable[[], torch.Tensor], str]:
+    def _fold_back(self, access: Access, recomputed: Recomputed, view: torch.Tensor) -> Callable[[], torch.Tensor]:
         """The write-back of a recomputed view: the module's own output at every row that was left alone."""
-        untouched, target = view.detach().clone(), self._sink(access, recomputed)
+        untouched, sink = view.detach().clone(), access.site.sink
 
         def fold() -> torch.Tensor:
-            output = getcurrent().parent.switch(Pending(Event.VALUE, target, access.occurrence))  # pyright: ignore[reportOptionalMemberAccess]
+            output = getcurrent().parent.switch(Pending(Event.VALUE, sink, access.occurrence))  # pyright: ignore[reportOptionalMemberAccess]
             folded = recomputed.fold(self._to_model(view), output)
             edited = self._to_model(view.detach() != untouched).flatten(1).any(1)
             # Where a gradient is wanted the view carries it and the model's numbers the value.
             same = output.detach() + (folded - folded.detach()) if folded.requires_grad else output
             return torch.where(rearrange(edited, "rows -> rows 1"), folded, same)
 
-        return fold, target
+        return fold
 
     def _fitting(self, access: Access, value: Any, current: torch.Tensor) -> torch.Tensor:
-        what = f"{access.label} is {self.layout}"
+        what = f"{access.site.label} is {self.layout}"
         if not isinstance(value, torch.Tensor):
             raise WriteError(
                 f"{what}; it takes a torch.Tensor, not {type(value).__name__}. "
@@ -346,8 +357,10 @@ def check_order(obj: ValueHost, mediator: Mediator, location: str, label: str, v
         step = served.iteration
     if step is None or mediator.occurrence(location) <= step:
         return
-    at, last = obj.interleaver.last_asked.get(mediator, (None, None))
-    after = f" after {last if at == provider else provider}" if provider else ""
+    last: Site | None = getattr(mediator, "last_site", None)
+    after = ""
+    if provider:
+        after = f" after {last.label if last is not None and last.location == provider else provider}"
     raise OutOfOrder(
         f"{label} was asked for{after}, but the forward pass comes to it before: it has gone by. "
         f"{'Read' if verb == 'read' else 'Assign'} it earlier in the block; model.order() lists the order, "
