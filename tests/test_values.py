@@ -130,7 +130,7 @@ def test_augmented_assignment_on_the_host(build, ids):
     assert apart(got, want["logits"]) < 1e-5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("experts", EXPERTS)
 @pytest.mark.parametrize("attention", ATTENTION)
 def test_with_nothing_written_the_logits_are_the_bare_models_bit_for_bit(build, ids, attention, experts, dtype):
