@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from einops import rearrange
 from transformers import AfmoeConfig, AfmoeForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -100,18 +99,18 @@ def expert_slots(experts: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     """
     names = ("hidden_states", "top_k_index", "top_k_weights")
     hidden, index, weights = (kwargs[name] if name in kwargs else args[i] for i, name in enumerate(names))
-    slots = []
+    places, outputs = [], []
     for expert in range(experts.num_experts):
         token, slot = torch.where(index == expert)
         gate, up = torch.nn.functional.linear(hidden[token], experts.gate_up_proj[expert]).chunk(2, dim=-1)
         out = torch.nn.functional.linear(experts.act_fn(gate) * up, experts.down_proj[expert])
-        slots.append((token * index.shape[1] + slot, out * weights[token, slot, None]))
-    order = torch.cat([place for place, _ in slots]).argsort()
-    return rearrange(
-        torch.cat([out for _, out in slots])[order],
-        "(tokens top_k) hidden -> tokens top_k hidden",
-        top_k=index.shape[1],
-    )
+        places.append((token, slot))
+        outputs.append(out * weights[token, slot, None])
+    found = torch.cat(outputs)
+    # A slot whose index is no expert's, as transformers marks one that is left out, stays zero.
+    slots = found.new_zeros(*index.shape, found.shape[-1])
+    token, slot = (torch.cat(axis) for axis in zip(*places, strict=True))
+    return slots.index_put((token, slot), found)
 
 
 def sum_slots(slots: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
@@ -152,11 +151,11 @@ class Attention(Host):
     attention_keys = Value(
         Keys,
         f"{ATTEND}.input[key]",
-        "likewise, one set a KV head; with a cache, of every token so far",
+        "likewise, one set a KV head; with a cache, of the tokens it holds",
         shared=True,
     )
     attention_values = Value(
-        Values, f"{ATTEND}.input[value]", "one set a KV head; with a cache, of every token so far", shared=True
+        Values, f"{ATTEND}.input[value]", "one set a KV head; with a cache, of the tokens it holds", shared=True
     )
     attention_scores = Value(
         Pattern,
@@ -271,6 +270,7 @@ class Mixture(Host):
         "the chosen experts, int64",
         inside="(batch seq) top_k",
         note="a choice has no gradient; it reaches the router through mlp.expert_weights",
+        below="num_experts",
     )
     expert_outputs = Value(
         ExpertOutputs,

@@ -48,10 +48,13 @@ class Collected(Mapping[str, Any]):
     def __repr__(self) -> str:
         lines = []
         for name, found in self.items():
-            first = next(iter(found.values())) if isinstance(found, dict) else found
+            first = next(iter(found.values()), None) if isinstance(found, dict) else found
             where = f" on layers {', '.join(map(str, found))}" if isinstance(found, dict) else ""
-            sizes = " ".join(f"{axis}={size}" for axis, size in zip(self.dims[name], first.shape, strict=True))
-            lines.append(f"  {name}: [{sizes}]{where}")
+            if isinstance(first, torch.Tensor):
+                sizes = " ".join(f"{axis}={size}" for axis, size in zip(self.dims[name], first.shape, strict=True))
+                lines.append(f"  {name}: [{sizes}]{where}")
+            else:
+                lines.append(f"  {name}: {first if first is not None else 'on no layer'}")
         return "\n".join(["Collected(", *lines, ")"])
 
 
@@ -62,6 +65,10 @@ def collect(
     layers: int | Sequence[int] | None = None,
 ) -> Collected:
     """See `StandardizedTransformer.collect`."""
+    if model.interleaver.interleaving:
+        raise RuntimeError("collect runs a pass of its own: call it outside the trace")
+    if not model._batch_size(prompt):
+        raise ValueError("collect needs a prompt: this one is empty")
     names = [values] if isinstance(values, str) else list(values)
     wanted = sorted(requests(model, names, layers), key=lambda request: request[0])
     root = type(model).values()
@@ -103,10 +110,7 @@ def requests(
 ) -> list[tuple[tuple[float, ...], int | None, str]]:
     """Every single value asked for, with its rank: on the layers asked for, or on all that have it."""
     every = range(model.num_layers)
-    chosen = [layers] if isinstance(layers, int) else layers
-    wrong = [layer for layer in chosen or () if not -len(every) <= layer < len(every)]
-    if wrong:
-        raise IndexError(f"layers={wrong}: the model has {len(every)} layers, 0 to {len(every) - 1}")
+    chosen = None if layers is None else model._indices(layers)
     root = type(model).values()
     answers: Mapping[str, dict[int, str] | None] = model.support() if set(names) - set(root) else {}
     found: list[tuple[tuple[float, ...], int | None, str]] = []
@@ -120,7 +124,7 @@ def requests(
         if len(missing) == len(every):
             raise Unavailable(f"{name} is unavailable on every layer: {missing[0]}")
         # On the layers asked for it has to be there, and `rank` says why where it is not.
-        having = [every[layer] for layer in chosen] if chosen is not None else [i for i in every if i not in missing]
+        having = chosen if chosen is not None else [i for i in every if i not in missing]
         found += [(model.rank(name, layer), layer, name) for layer in having]
     return found
 

@@ -10,10 +10,13 @@ remote run resolves to the server's own, so that an envoy works after it has tra
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from nnsight import Envoy
+from nnsight.intervention.aliasing import path_ends_with
 
 from .errors import NoSuchName, Unavailable
 from .family import Case
@@ -26,10 +29,58 @@ if TYPE_CHECKING:
     from .interleaving import RunInterleaver
     from .model import StandardizedTransformer
 
-__all__ = ["Host", "Layers", "ValueHost"]
+__all__ = ["Chooser", "GuardedEnvoy", "Host", "Layers", "ValueHost"]
 
 
-class ValueHost(Envoy):
+class GuardedEnvoy(Envoy):
+    """An envoy that refuses, inside a trace, an assignment that would reach nothing."""
+
+    interleaver: RunInterleaver
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Assign at a value; refuse a name that is none, or that is a module's or a method's.
+
+        Outside a trace, and for modules, an envoy takes attributes as any object does.
+        """
+        running = "interleaver" in self.__dict__ and self.interleaver.interleaving
+        if running and not name.startswith("_") and not isinstance(value, torch.nn.Module):
+            self._refuse_assignment(name)
+        super().__setattr__(name, value)
+
+    def _refuse_assignment(self, name: str) -> None:
+        if inspect.isdatadescriptor(getattr(type(self), name, None)):
+            return
+        if name in self.__dict__ or hasattr(type(self), name):
+            what = "a module" if isinstance(self.__dict__.get(name), Envoy) else "not a value"
+            raise NoSuchName(
+                self._described(), name, (), f"has nothing to assign at: {name} is {what}. Assign a value of it, not"
+            )
+        raise NoSuchName(self._described(), name, self._names(), "has nothing to assign at")
+
+    def _described(self) -> str:
+        return f"{self.path} ({type(self._module).__name__})"
+
+    def _names(self) -> list[str]:
+        return [*self.__dict__.get("_child_map", {}), *self.__dict__.get("_aliases", {}), "input", "output"]
+
+
+class Chooser:
+    """What nnsight builds an envoy of any module with: the family's class for it, or a guarded plain one."""
+
+    def __init__(self, envoys: Mapping[type | str, type]) -> None:
+        self.envoys = envoys
+
+    def __call__(self, module: torch.nn.Module, path: str, **options: Any) -> Envoy:
+        for klass in type(module).__mro__:
+            if klass in self.envoys:
+                return self.envoys[klass](module, path=path, **options)
+        for key, envoy in self.envoys.items():
+            if isinstance(key, str) and path_ends_with(path, key):
+                return envoy(module, path=path, **options)
+        return GuardedEnvoy(module, path=path, **options)
+
+
+class ValueHost(GuardedEnvoy):
     """An envoy whose class attributes are values.
 
     Attributes:
@@ -37,7 +88,6 @@ class ValueHost(Envoy):
         _layer: The block's index; 0 on the root, whose values depend on no block.
     """
 
-    interleaver: RunInterleaver
     _origin: str
     _layer: int
 
@@ -134,19 +184,6 @@ class ValueHost(Envoy):
                 raise
             raise NoSuchName(self._described(), name, self._names()) from None
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse, inside a trace, to assign a name that means nothing: the edit would go nowhere."""
-        if (
-            not name.startswith("_")
-            and not isinstance(value, torch.nn.Module)
-            and name not in self.__dict__
-            and not hasattr(type(self), name)
-            and "interleaver" in self.__dict__
-            and self.interleaver.interleaving
-        ):
-            raise NoSuchName(self._described(), name, self._names(), "has nothing to assign at")
-        super().__setattr__(name, value)
-
     def _described(self) -> str:
         return f"{self.path} ({type(self).__name__})"
 
@@ -218,6 +255,11 @@ class Host(ValueHost):
                 raise Unavailable(f"{self._label(name)} is unavailable: {host.absent(self._case())}")
         return super().__getattr__(name)
 
+    def _refuse_assignment(self, name: str) -> None:
+        if name not in self.__dict__ and not hasattr(type(self), name):
+            getattr(self, name, None)  # Another kind of block may have it, and says why this one has not.
+        super()._refuse_assignment(name)
+
     def support(
         self, *, attn_implementation: str | None = None, experts_implementation: str | None = None
     ) -> dict[str, str | None]:
@@ -234,7 +276,7 @@ class Host(ValueHost):
         return {name.removeprefix(prefix): reason for name, reason in support.items() if name.startswith(prefix)}
 
 
-class Layers(Envoy):
+class Layers(GuardedEnvoy):
     """The model's blocks, by index or slice; a negative index counts from the end."""
 
     def __getitem__(self, key: Any) -> Any:

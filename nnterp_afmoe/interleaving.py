@@ -9,7 +9,7 @@ running: the first block's input is observed on its way by.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from nnsight.intervention.interleaver import Interleaver, Mediator
 from nnsight.intervention.source import SourceEnvoy
 from nnsight.intervention.util import first_input
 from nnsight.modeling.tp import TPFragments
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .places import Moved, Resolved
 from .values import current_mediator
@@ -49,7 +50,9 @@ class RunInterleaver(Interleaver):
         implementations: The attention and experts implementation of the run.
         seq: Tokens a row in the forward pass that is running.
         mask: Its ``[batch, tokens so far]`` attention mask, or ``None``.
+        kept: Its ``logits_to_keep``.
         resolved: The places resolved so far, by value, place and implementations.
+        recomputed: The recomputed value of the visit that is going on, and a copy of it as it was.
         sites: Where the values asked for so far stand under these implementations, by host and value.
     """
 
@@ -59,8 +62,14 @@ class RunInterleaver(Interleaver):
         self.implementations: tuple[str, str] = ("", "")
         self.seq: int = 1
         self.mask: torch.Tensor | None = None
+        self.kept: Any = 0
         self.resolved: dict[tuple[Value | None, int, str, str], Resolved | Moved] = {}
         self.sites: dict[tuple[str, Value], Site] = {}
+        self.recomputed: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __deepcopy__(self, memo: dict) -> RunInterleaver:
+        """Part of a tree is copied, and goes on in the run of the whole; `StandardizedTransformer` copies itself."""
+        return self
 
     @property
     def root(self) -> StandardizedTransformer:
@@ -98,10 +107,37 @@ class RunInterleaver(Interleaver):
     def _see_call(self, value: Any) -> None:
         _, kwargs = value
         mask = kwargs.get("attention_mask")
+        self.kept = kwargs.get("logits_to_keep", 0)
         self.mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
 
     def _see_block(self, value: Any) -> None:
         self.seq = first_input(*value).shape[1]
+
+    def computed(
+        self, site: Site, visit: int, compute: Callable[[], torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A recomputed value at one visit, for every block of code the same, and a copy of it as it was."""
+        key = (site.location, visit)
+        if key not in self.recomputed:
+            assert compute is not None
+            self.recomputed.clear()
+            value = compute()
+            self.recomputed[key] = value, value.detach().clone()
+        return self.recomputed[key]
+
+    def rows(self, value: Any, mediator: Mediator) -> Any:
+        """The rows of ``value`` that are this block of code's."""
+        return value if self.batcher is None else self.batcher.narrow(value, mediator.batch_group)
+
+    def step(self, mediator: Mediator) -> int:
+        """Which forward pass of a generation is running, as this block of code counts."""
+        entry = f"{self.root.path}.input"
+        begun = mediator.occurrence(entry)
+        entering = any(
+            other.pending is not None and other.pending.provider == entry and other.pending.iteration == begun
+            for other in self.mediators
+        )
+        return begun if entering else begun - 1
 
     def forget(self) -> None:
         """Resolve every place anew: the modules have changed."""
@@ -111,13 +147,12 @@ class RunInterleaver(Interleaver):
     def own_mask(self) -> torch.Tensor | None:
         """The rows of `mask` that are the running block of code's."""
         mediator = current_mediator()
-        if self.mask is None or mediator is None or self.batcher is None:
-            return self.mask
-        return self.batcher.narrow(self.mask, mediator.batch_group)
+        return self.mask if mediator is None else self.rows(self.mask, mediator)
 
     def cancel(self) -> None:
         super().cancel()
         self.mask = None
+        self.recomputed.clear()
 
     @contextmanager
     def stood_down(self) -> Iterator[None]:
@@ -182,7 +217,21 @@ class TokenBatcher(Batcher):
         view._nnsight_batch = True  # pyright: ignore[reportAttributeAccessIssue]
         return view
 
+    def _in_place(self, full: torch.Tensor, group: list, edited: torch.Tensor) -> bool:
+        """Whether ``edited`` is these rows of ``full`` themselves, so that what was done to it is done to both.
+
+        A copy put in their place would leave every view handed out before without effect.
+        """
+        if isinstance(full, FakeTensor) or isinstance(edited, FakeTensor):
+            return False
+        if getattr(edited, "_nnterp_back", False) and edited.requires_grad:
+            return False
+        rows = self._narrow_tensor(full, group)
+        return (edited.data_ptr(), edited.shape, edited.stride()) == (rows.data_ptr(), rows.shape, rows.stride())
+
     def _widen_tensor(self, full: torch.Tensor, group: list, edited: torch.Tensor) -> torch.Tensor:
+        if full.dim() and self._in_place(full, group, edited):
+            return full
         each = self._flat(full)
         if each == 1:
             return super()._widen_tensor(full, group, edited) if full.dim() else edited

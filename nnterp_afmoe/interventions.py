@@ -38,11 +38,7 @@ class Interventions:
         """
         if layer_returns_tuple:
             raise ValueError("layer_returns_tuple=True: the blocks of this family return a tensor")
-        every = range(self.num_layers)
-        for layer in (start_layer, end_layer):
-            if not -len(every) <= layer < len(every):
-                raise IndexError(f"layer {layer}: the model has {len(every)} layers, 0 to {len(every) - 1}")
-        first, last = every[start_layer], every[end_layer]
+        first, last = self._index(start_layer), self._index(end_layer)
         if first > last:
             raise ValueError(f"no layers from {first} to {last}: start_layer comes after end_layer")
         stream = self.layers[first].layer_input if skip_with is None else skip_with
@@ -82,8 +78,9 @@ class Interventions:
             every if batch_index is None else batch_index,
             every if token_positions is None else token_positions,
         )
-        numbers = sorted(range(self.num_layers)[layer] for layer in ([layers] if isinstance(layers, int) else layers))
-        for layer in numbers:
+        if not isinstance(steering_vector, torch.Tensor):
+            raise TypeError(f"steering_vector has to be a torch.Tensor, not {type(steering_vector).__name__}")
+        for layer in sorted(self._indices(layers)):
             stream = self.layers[layer].layer_output.clone()
             vector = (factor * steering_vector).to(stream)
             target = stream[index]

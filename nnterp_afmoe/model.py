@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import operator
 import os
 import warnings
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,13 +23,13 @@ from .check import check
 from .collecting import Collected, collect
 from .errors import LoadError, Unavailable, near
 from .family import Case, Family
-from .hosts import ValueHost
+from .hosts import Chooser, ValueHost
 from .interleaving import RunInterleaver, TokenBatcher
 from .interventions import Interventions
 from .layouts import Logits, NextTokenProbs, Residual, Tokens
 from .loading import family_for, refuse_unknown, refuse_unknown_call, tokenizer_for
 from .places import INSIDE, Place, Step, parse
-from .support import Support, block_values, layer_support
+from .support import Support, block_values, check_known, layer_support
 from .values import Value
 
 if TYPE_CHECKING:
@@ -51,11 +54,20 @@ else:
 
 def last_token_probs(host: ValueHost, logits: torch.Tensor) -> torch.Tensor:
     """The softmax over the last real token's logits, in float32."""
-    mask = host.interleaver.own_mask()
+    interleaver = host.interleaver
+    mask = interleaver.own_mask()
+    if isinstance(interleaver.kept, torch.Tensor):
+        raise Unavailable("next_token_probs is unavailable: logits_to_keep chose positions of its own; read logits")
     last = logits[:, -1]
-    if mask is not None and mask.shape[1] == logits.shape[1]:
-        # The last position whose mask is not zero; the last of all where padding is on the left.
-        position = mask.shape[1] - 1 - mask.flip(1).ne(0).int().argmax(1)
+    if mask is not None:
+        # The last position whose mask is not zero, the last of all where padding is on the left,
+        # among the logits that were kept: the last ones.
+        position = logits.shape[1] - 1 - mask.flip(1).ne(0).int().argmax(1)
+        if mask.shape[1] != logits.shape[1] and bool((position < 0).any()):
+            raise Unavailable(
+                "next_token_probs is unavailable: the prompts are padded on the right and the last real token's logits "
+                "were not kept; pad on the left, or call without logits_to_keep"
+            )
         last = logits[torch.arange(logits.shape[0], device=logits.device), position]
     return last.float().softmax(-1)
 
@@ -136,7 +148,7 @@ class StandardizedTransformer(TransformersModel, Interventions, ValueHost):  # p
     next_token_probs = Value(
         NextTokenProbs, "output[logits]", "softmax at the last real token, float32; read-only", view=last_token_probs
     )
-    input_ids = Value(Tokens, "input[input_ids]", "the token ids of this call")
+    input_ids = Value(Tokens, "input[input_ids]", "the token ids of this call", below="vocab_size")
     attention_mask = Value(Tokens, "input[attention_mask]", "zeros are padding")
     input_size = Value(None, "input[input_ids]", "[batch seq] of this call; read-only", view=call_size)
 
@@ -154,7 +166,7 @@ class StandardizedTransformer(TransformersModel, Interventions, ValueHost):  # p
         super().__init__(
             source,
             interleaver=RunInterleaver(self),
-            envoys=dict(family.envoys),
+            envoys={torch.nn.Module: Chooser(family.envoys)},
             rename=dict(family.rename),
             **kwargs,
         )
@@ -332,7 +344,9 @@ class StandardizedTransformer(TransformersModel, Interventions, ValueHost):  # p
         """
         if layer is None:
             return Support(self, attn_implementation, experts_implementation)
-        index = range(self.num_layers)[layer]
+        check_known("attn_implementation", attn_implementation, self.family.attn_implementations())
+        check_known("experts_implementation", experts_implementation, self.family.experts_implementations())
+        index = self._index(layer)
         return layer_support(self, self.family.case(self.config, index, attn_implementation, experts_implementation))
 
     # -- collecting ------------------------------------------------------------------
@@ -408,6 +422,14 @@ class StandardizedTransformer(TransformersModel, Interventions, ValueHost):  # p
             self._remember()
             self._report_cast()
 
+    def __deepcopy__(self, memo: dict) -> StandardizedTransformer:
+        """A model of its own: a copy of the module, wrapped anew; of an undispatched model, another build."""
+        if not self.dispatched:
+            return type(self)(*self.args, **self.kwargs)
+        twin = type(self)(copy.deepcopy(self._module, memo), tokenizer=self.tokenizer)
+        twin._edits = list(self._edits)
+        return twin
+
     def __getstate__(self) -> dict:
         state = super().__getstate__()
         state["_samples"] = {}
@@ -462,8 +484,26 @@ class StandardizedTransformer(TransformersModel, Interventions, ValueHost):  # p
             if host._reason(value, case) is None
         }
 
+    def _index(self, layer: Any) -> int:
+        """A layer's index, counted from the end where it is negative; raises `IndexError` or `TypeError`."""
+        return self._indices(layer)[0]
+
+    def _indices(self, layers: Any) -> list[int]:
+        """One layer or several, as indices; raises `IndexError` for one that is not there, `TypeError` for what is none."""
+        if isinstance(layers, slice):
+            return list(range(self.num_layers)[layers])
+        if isinstance(layers, (str, bytes)):
+            raise TypeError(f"layers={layers!r}: give a layer's index or several, not text")
+        several = layers.tolist() if isinstance(layers, torch.Tensor) else layers
+        several = list(several) if isinstance(several, Iterable) else [several]
+        indices = [operator.index(layer) for layer in several]
+        wrong = [layer for layer in indices if not -self.num_layers <= layer < self.num_layers]
+        if wrong:
+            raise IndexError(f"layers={wrong}: the model has {self.num_layers} layers, 0 to {self.num_layers - 1}")
+        return [layer % self.num_layers for layer in indices]
+
     def _case_of(self, layer: int | None) -> Case:
-        return self._case() if layer is None else self.family.case(self.config, range(self.num_layers)[layer])
+        return self._case() if layer is None else self.family.case(self.config, self._index(layer))
 
     def _values_of(self, layer: int | None) -> dict[str, tuple[Any, Value]]:
         """The values of the root, or of a block, each with its host."""

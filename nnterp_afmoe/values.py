@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
@@ -104,6 +103,7 @@ class Value(eproperty):
             a copy that is put back for this call alone.
         recomputed: How to serve it where no tensor holds it.
         note: A caveat that `support` gives beside it.
+        below: The axis whose length an integer value has to be less than.
     """
 
     name: str
@@ -122,6 +122,7 @@ class Value(eproperty):
         shared: bool = False,
         recomputed: Recomputed | None = None,
         note: str | None = None,
+        below: str | None = None,
     ) -> None:
         super().__init__(key="", description=description)
         self.layout = layout
@@ -132,6 +133,7 @@ class Value(eproperty):
         self.shared = shared
         self.recomputed = recomputed
         self.note = note
+        self.below = below
         self._outward = self._inward = None
         if inside is not None and layout is not None:
             self._outward, self._inward = f"{inside} -> {layout.axes}", f"{layout.axes} -> {inside}"
@@ -139,6 +141,7 @@ class Value(eproperty):
     def __set_name__(self, owner: type, name: str) -> None:
         # The base class allows no name yet; a value has one from its class body on.
         self.name = self.key = name  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.owner = owner
         access = "" if self.writable else " Read-only."
         note = f" Note: {self.note}." if self.note else ""
         self.__doc__ = f"{self.layout or 'Not a tensor'}: {self.description}.{access}{note}"
@@ -149,6 +152,12 @@ class Value(eproperty):
 
     def __repr__(self) -> str:
         return f"<Value {self.name}{f': {self.layout}' if self.layout else ''}>"
+
+    def __reduce__(self) -> tuple:
+        return getattr, (self.owner, self.name)
+
+    def __deepcopy__(self, memo: dict) -> Value:
+        return self
 
     @property
     def writable(self) -> bool:
@@ -183,42 +192,46 @@ class Value(eproperty):
         if obj is None:
             return self
         access = self._open(obj, "read")
-        waiting = access.mediator.transform
-        if waiting is not None and waiting.key == (self, access.site.location, access.occurrence):
-            return waiting.view
-        raw = Mediator.value(access.site.location)
-        tensor = self._tensor(access, raw)
+        site, open_views = access.site, Views.at(access)
+        if open_views is not None and self in open_views.held:
+            return open_views.held[self].view
+        raw, tensor, untouched = self._read(access, open_views)
         if self.view is not None:
-            return self.view(obj, tensor)
+            derived = self.view(obj, tensor)
+            if isinstance(derived, torch.Tensor) and not derived.is_inference():
+                access.mediator.transform = watched(access, raw, derived)
+            return derived
         view = self._to_layout(obj, tensor)
         if self.shared:
             view = view.clone()
-        elif view is tensor and not access.site.recomputed:
-            return view
-        if access.site.recomputed:
-            back = self._fold_back(access, access.site.recomputed, view)
-        else:
-            back = partial(self._put_back, access, raw, view)
-        site = access.site
-        access.mediator.transform = Reading(back, view, self, site.sink, access.occurrence, site.location)
+        elif site.recomputed is None:
+            if not separate(view, tensor):
+                return view
+            # A tensor of its own, since nnsight looks for the gradient of its slices elsewhere.
+            view = view.view_as(view)
+        (open_views or Views.open(access, raw)).hold(self, Held(access, view, untouched))
         return view
 
     def __set__(self, obj: Any, value: Any) -> None:
         access = self._open(obj, "assign")
+        site, open_views = access.site, Views.at(access)
         if not self.writable:
-            raise ReadOnly(f"{access.site.label} is read-only: it is derived; assign the value it comes from")
-        waiting = access.mediator.transform
-        if waiting is not None and waiting.key == (self, access.site.location, access.occurrence):
-            # A view handed out before is about to go back; what is assigned replaces it.
-            current, access.mediator.transform = waiting.view, None
+            raise ReadOnly(f"{site.label} is read-only: it is derived; assign the value it comes from")
+        if open_views is not None and self in open_views.held:
+            _, current, untouched = open_views.held[self]
+            raw = open_views.raw
         else:
-            current = self._to_layout(obj, self._tensor(access, Mediator.value(access.site.location)))
-        tensor = self._to_model(self._fitting(access, value, current))
-        if access.site.recomputed:
-            sink = access.site.sink
-            Mediator.swap(sink, access.site.recomputed.fold(tensor, Mediator.value(sink)))
+            raw, tensor, untouched = self._read(access, open_views)
+            current = self._to_layout(obj, tensor)
+        view = self._fitting(access, value, current)
+        if site.recomputed is not None:
+            # Whoever reads it after this, in this block of code or another, reads what was assigned.
+            with torch.no_grad():
+                current.copy_(view)
+        if open_views is not None or site.recomputed is not None:
+            (open_views or Views.open(access, raw)).hold(self, Held(access, view, untouched))
         else:
-            Mediator.swap(access.site.location, access.site.at.put(Mediator.value(access.site.location), tensor))
+            Mediator.swap(site.location, site.at.put(raw, self._to_model(view)))
 
     # -- the steps of an access ----------------------------------------------------
 
@@ -254,15 +267,36 @@ class Value(eproperty):
         calls = tuple(f"{origin}.{call}" for call in places[0].calls)
         return Site(label, places[0], location, calls, self.recomputed_in(case), sink)
 
-    def _tensor(self, access: Access, raw: Any) -> Any:
-        if access.site.recomputed:
-            module = access.host._module_at(access.site.at.base)
-            with access.host.interleaver.stood_down():
-                return access.site.recomputed.compute(module, *raw)
-        tensor = access.site.at.take(raw)
-        if tensor is None:
-            raise Unavailable(f"{access.site.label} is unavailable: this call was made without it")
-        return tensor
+    def _read(self, access: Access, open_views: Views | None) -> tuple[Any, torch.Tensor, torch.Tensor | None]:
+        """What passes at the location, the value in it, and of a recomputed one a copy: all this block of code's rows."""
+        site, interleaver = access.site, access.host.interleaver
+        if site.recomputed is None:
+            raw = open_views.raw if open_views is not None else Mediator.value(site.location)
+            tensor = site.at.take(raw)
+            if tensor is None:
+                found = isinstance(raw, tuple) and site.at.key == "output"
+                why = "returned a tuple (return_dict=False), which has no names" if found else "was made without it"
+                raise Unavailable(f"{site.label} is unavailable: this call {why}")
+            return raw, tensor, None
+        if open_views is not None:
+            raw = open_views.put_back()
+            value = self._compute(access, raw)
+            return raw, value, value.detach().clone()
+        # The rows of several blocks of code are computed together, once a visit, so that each sees
+        # what another has written.
+        mediator = access.mediator
+        group, mediator.batch_group = mediator.batch_group, None
+        try:
+            raw = Mediator.value(site.location)
+        finally:
+            mediator.batch_group = group
+        whole = interleaver.computed(site, access.occurrence, lambda: self._compute(access, raw))
+        return (interleaver.rows(part, mediator) for part in (raw, *whole))  # pyright: ignore[reportReturnType]
+
+    def _compute(self, access: Access, raw: Any) -> torch.Tensor:
+        assert access.site.recomputed is not None
+        with access.host.interleaver.stood_down():
+            return access.site.recomputed.compute(access.host._module_at(access.site.at.base), *raw)
 
     def _to_layout(self, host: ValueHost, tensor: torch.Tensor) -> torch.Tensor:
         if self.inside is None or self._outward is None:
@@ -273,21 +307,20 @@ class Value(eproperty):
         return view if self._inward is None else rearrange(view, self._inward)
 
     def _put_back(self, access: Access, raw: Any, view: torch.Tensor) -> Any:
-        return access.site.at.put(raw, self._to_model(view))
+        return access.site.at.put(raw, going_back(self._to_model(view)))
 
-    def _fold_back(self, access: Access, recomputed: Recomputed, view: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """The write-back of a recomputed view: the module's own output at every row that was left alone."""
-        untouched, sink = view.detach().clone(), access.site.sink
-
-        def fold() -> torch.Tensor:
-            output = getcurrent().parent.switch(Pending(Event.VALUE, sink, access.occurrence))  # pyright: ignore[reportOptionalMemberAccess]
-            folded = recomputed.fold(self._to_model(view), output)
-            edited = self._to_model(view.detach() != untouched).flatten(1).any(1)
-            # Where a gradient is wanted the view carries it and the model's numbers the value.
-            same = output.detach() + (folded - folded.detach()) if folded.requires_grad else output
-            return torch.where(rearrange(edited, "rows -> rows 1"), folded, same)
-
-        return fold
+    def _fold(self, held: Held) -> torch.Tensor:
+        """The module's output given a recomputed view: its own numbers at every row that was left alone."""
+        site = held.access.site
+        assert site.recomputed is not None
+        assert held.untouched is not None
+        output = ask(Event.VALUE, site.sink, held.access.occurrence)
+        inside = self._to_model(held.view)
+        folded = site.recomputed.fold(inside, output)
+        edited = (inside.detach() != held.untouched).flatten(1).any(1)
+        # Where a gradient is wanted the view carries it and the model's numbers the value.
+        same = output.detach() + (folded - folded.detach()) if folded.requires_grad else output
+        return torch.where(rearrange(edited, "rows -> rows 1"), folded, same)
 
     def _fitting(self, access: Access, value: Any, current: torch.Tensor) -> torch.Tensor:
         what = f"{access.site.label} is {self.layout}"
@@ -307,23 +340,116 @@ class Value(eproperty):
                 f"{what} on {current.device}; the tensor assigned is on {value.device}: "
                 f"move it with .to({self.name}.device)"
             )
+        if self.below is not None and value.numel():
+            low, high, end = int(value.min()), int(value.max()), access.host._axis(self.below)
+            if low < 0 or high >= end:
+                raise WriteError(
+                    f"{what}, each from 0 to {end - 1} ({self.below}); the tensor assigned has {low} to {high}"
+                )
         return value.to(current.dtype)
 
 
-class Reading(WriteBack):
-    """A write-back that remembers where its view was read, when that is not where it goes."""
+class Held(NamedTuple):
+    """A view that a block of code holds: how it came by it, and of a recomputed value a copy as it was."""
 
+    access: Access
+    view: torch.Tensor
+    untouched: torch.Tensor | None
+
+
+class Views(WriteBack):
+    """The views that a block of code holds of what passes at one location, all going back together.
+
+    nnsight keeps one write-back, issued when the block of code asks for something else. Here it is
+    that of every value read or assigned at the location, so that none of them goes stale when the
+    next is asked for. A recomputed value goes back at another location, after the others.
+    """
+
+    raw: Any
     read_at: str
+    held: dict[Value, Held]
 
-    def __new__(cls, fn: Any, view: Any, value: Value, target: str, occurrence: int | None, read_at: str) -> Reading:
-        reading = super().__new__(cls, fn, view, value, target, occurrence)
-        reading.read_at = read_at
-        return reading
+    @classmethod
+    def at(cls, access: Access) -> Views | None:
+        """The views that are open where this access reads, if any are."""
+        waiting = access.mediator.transform
+        here = (access.site.location, access.occurrence)
+        return waiting if isinstance(waiting, Views) and (waiting.read_at, waiting.occurrence) == here else None
 
-    @property
-    def key(self) -> tuple[Any, str, int | None]:
-        """What a repeated read has to match to be answered with the view."""
-        return (self.eproperty, self.read_at, self.occurrence)
+    @classmethod
+    def open(cls, access: Access, raw: Any) -> Views:
+        """Hold views of ``raw`` from here on."""
+        views = cls(None, None, None, access.site.location, access.occurrence)  # pyright: ignore[reportArgumentType]
+        views.raw, views.read_at, views.held = raw, access.site.location, {}
+        return views
+
+    def hold(self, value: Value, held: Held) -> None:
+        """Hold one more view, or another one of a value held already."""
+        self.held[value] = held
+        sinks = [other.access.site.sink for other in self.held.values() if other.access.site.recomputed is not None]
+        # A tuple can't be changed, so the one that nnsight waits to issue is replaced.
+        views = type(self)(self._issue, None, None, sinks[0] if sinks else self.read_at, self.occurrence)
+        views.raw, views.read_at, views.held = self.raw, self.read_at, self.held
+        held.access.mediator.transform = views
+
+    def put_back(self) -> Any:
+        """What passes at the location, with every view but a recomputed one in its place."""
+        raw = self.raw
+        for value, held in self.held.items():
+            if held.access.site.recomputed is None:
+                raw = value._put_back(held.access, raw, held.view)
+        return raw
+
+    def _issue(self) -> Any:
+        """What to swap in, and where a recomputed value is held, what its module returns given all of it."""
+        recomputed = [(value, held) for value, held in self.held.items() if held.access.site.recomputed is not None]
+        if not recomputed:
+            return self.put_back()
+        value, held = recomputed[0]
+        if len(self.held) > 1:
+            ask(Event.SWAP, self.read_at, held.access.occurrence, self.put_back())
+        return value._fold(held)
+
+
+def watched(access: Access, raw: Any, derived: torch.Tensor) -> WriteBack:
+    """A write-back that changes nothing, and raises if a derived tensor was edited in place meanwhile."""
+    version = derived._version
+
+    def unchanged() -> Any:
+        if derived._version != version:
+            raise ReadOnly(
+                f"{access.site.label} was edited in place, which reaches nothing: it is derived; "
+                f"assign the value it comes from, or edit a copy (.clone())"
+            )
+        return raw
+
+    return WriteBack(unchanged, derived, None, access.site.location, access.occurrence)
+
+
+def ask(event: Event, location: str, occurrence: int, *value: Any) -> Any:
+    """One of nnsight's requests, of a given visit, while a write-back is being issued."""
+    return getcurrent().parent.switch(Pending(event, location, occurrence, *value))  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def separate(view: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether an edit of ``view``, or its gradient, needs the view to be put back.
+
+    Without autograd a view shares the model's memory, so an edit of it is one of the model's tensor,
+    for as long as the tensor is in use. With autograd a view is not on the way to the loss; neither
+    are the rows of one prompt of several, which nnsight narrows out of the tensor.
+    """
+    if isinstance(tensor, FakeTensor):
+        return False
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return view is not tensor or getattr(tensor, "_nnsight_batch", False)
+    return view is not tensor and view.data_ptr() != tensor.data_ptr()
+
+
+def going_back(tensor: torch.Tensor) -> torch.Tensor:
+    """Mark a tensor that has to be spliced in even though it shares the memory it goes to."""
+    tensor = tensor.view_as(tensor)
+    tensor._nnterp_back = True  # pyright: ignore[reportAttributeAccessIssue]
+    return tensor
 
 
 def current_mediator() -> Mediator | None:
@@ -352,9 +478,13 @@ def check_order(obj: ValueHost, mediator: Mediator, location: str, label: str, v
     provider = served.provider if served is not None else None
     if step is None:
         # Relaxed: the step is the visit at which the model is paused for this block of code.
-        if served is None or provider is None or not provider.startswith(f"{obj._root_path}."):
+        if served is None:
             return
-        step = served.iteration
+        if provider is None:
+            # Released from a barrier by another block of code, which the model is paused for.
+            step = obj.interleaver.step(mediator)
+        elif provider.startswith(f"{obj._root_path}."):
+            step = served.iteration
     if step is None or mediator.occurrence(location) <= step:
         return
     last: Site | None = getattr(mediator, "last_site", None)

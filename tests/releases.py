@@ -1,6 +1,6 @@
 """Run the tests against each supported release of transformers, in a fresh environment each.
 
-    python tests/releases.py                      # every release of docs/releases.md, and rewrite its table
+    python tests/releases.py                      # every release of docs/pages/releases.md, and rewrite its table
     python tests/releases.py --only oldest        # one of them, the table left alone: what CI runs
 
 Exit code 1 if a release fails. ``PIP_CONSTRAINT`` is honoured for everything but transformers.
@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 RELEASES = ("5.19.0", "5.20.2", "5.21.1", "5.22.2")
-DOCUMENT = ROOT / "docs" / "releases.md"
+DOCUMENT = ROOT / "docs" / "pages" / "releases.md"
 START, END = "<!-- releases -->", "<!-- /releases -->"
 
 

@@ -108,7 +108,7 @@ def test_skip_layers_refuses(build, ids):
     model = build()
     for call, error, words in [
         (lambda: model.skip_layers(3, 1), ValueError, "no layers from 3 to 1"),
-        (lambda: model.skip_layers(0, 5), IndexError, "layer 5: the model has 5 layers"),
+        (lambda: model.skip_layers(0, 5), IndexError, "the model has 5 layers, 0 to 4"),
         (lambda: model.skip_layers(0, 1, layer_returns_tuple=True), ValueError, "return a tensor"),
     ]:
         with pytest.raises(error, match=words), model.trace(ids):

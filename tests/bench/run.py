@@ -1,7 +1,7 @@
 """What things cost, as ratios measured in one run on one thread; timing decides no test.
 
     python tests/bench/run.py                    # print
-    python tests/bench/run.py --write            # and rewrite the table in docs/benchmarks.md
+    python tests/bench/run.py --write            # and rewrite the table in docs/pages/benchmarks.md
     python tests/bench/run.py --peers            # with TransformerLens and nnterp, each in an environment of its own
 
 The peers' environments are made under ``~/.cache/nnterp_afmoe/bench`` when they are first asked for.
@@ -31,7 +31,7 @@ from nnterp_afmoe import StandardizedTransformer
 from nnterp_afmoe.testing import byte_tokenizer, tiny, tiny_module
 
 HERE = Path(__file__).parent
-DOCUMENT = HERE.parent.parent / "docs" / "benchmarks.md"
+DOCUMENT = HERE.parent.parent / "docs" / "pages" / "benchmarks.md"
 START, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 TOKENS = 64
 
@@ -264,7 +264,7 @@ def bound(limit: float) -> str:
 def main() -> None:
     """Run every benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="rewrite the table in docs/benchmarks.md")
+    parser.add_argument("--write", action="store_true", help="rewrite the table in docs/pages/benchmarks.md")
     parser.add_argument("--peers", action="store_true", help="with the peers, in environments of their own")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
