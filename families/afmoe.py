@@ -45,7 +45,8 @@ from nnterp_afmoe.layouts import (
 )
 from nnterp_afmoe.places import parse
 from nnterp_afmoe.reference import Pass
-from nnterp_afmoe.values import Recomputed, Value
+from nnterp_afmoe.values import Value
+from nnterp_afmoe.views import Recomputed
 
 __all__ = ["AFMOE", "Attention", "Block", "Dense", "Mixture", "SharedExpert"]
 

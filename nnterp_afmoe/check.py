@@ -577,7 +577,7 @@ def check_weights(model: StandardizedTransformer, layers: Mapping[int, Any], rep
             outcome = Outcome(False, "finite numbers", "NaN or infinity", math.inf)
             report.outcomes[Check("weights", f"{rest}{entry}", layer)] = outcome
             report.outcomes[whole] = outcome
-        elif since_load and model._changed(name, parameter):
+        elif since_load and model._samples.changed(name, parameter):
             outcome = Outcome(False, "the parameter as it was loaded", "another: it was changed since", math.inf)
             report.outcomes[Check("weights", rest, layer)] = outcome
             report.outcomes[whole] = outcome

@@ -28,7 +28,8 @@ from .values import current_mediator
 if TYPE_CHECKING:
     from .hosts import ValueHost
     from .model import StandardizedTransformer
-    from .values import Site, Value
+    from .values import Value
+    from .views import Site
 
 __all__ = ["RunInterleaver", "TokenBatcher"]
 

@@ -28,6 +28,7 @@ from .interleaving import RunInterleaver, TokenBatcher
 from .interventions import Interventions
 from .layouts import Logits, NextTokenProbs, Residual, Tokens
 from .loading import family_for, refuse_unknown, refuse_unknown_call, tokenizer_for
+from .parameters import Samples, report_cast
 from .places import INSIDE, Place, Step, parse
 from .support import Support, block_values, check_known, layer_support
 from .values import Value
@@ -89,13 +90,6 @@ def written(inputs: tuple) -> bool:
     """Whether an invoke's input is text: a string, or a list of them."""
     data = inputs[0] if inputs else None
     return isinstance(data, str) or (isinstance(data, (list, tuple)) and any(isinstance(item, str) for item in data))
-
-
-def sample(parameter: torch.Tensor) -> torch.Tensor:
-    """All of a vector, and some 64 entries of anything larger."""
-    flat = parameter.detach().reshape(-1)
-    step = 1 if parameter.dim() < 2 else max(1, flat.numel() // 64)
-    return flat[::step].clone()
 
 
 class ScanTracer(ScanningTracer):
@@ -171,10 +165,8 @@ class StandardizedTransformer(TransformersModel, Interventions, ValueHost):  # p
             **kwargs,
         )
         self._origin, self._layer = self.path, 0
-        self._samples: dict[str, torch.Tensor] = {}
         if self.dispatched:
-            self._remember()
-            self._report_cast()
+            self._loaded()
         self._report_moved()
 
     # -- loading -------------------------------------------------------------------
@@ -200,22 +192,6 @@ class StandardizedTransformer(TransformersModel, Interventions, ValueHost):  # p
     def _update(self, module: torch.nn.Module) -> None:
         super()._update(module)
         self.interleaver.forget()
-
-    def _report_cast(self) -> None:
-        """Warn of parameters that the family keeps in float32 and this load did not."""
-        cast = [
-            (name, parameter.dtype)
-            for name, parameter in self._module.named_parameters()
-            if name.endswith(self.family.float32) and parameter.dtype is not torch.float32
-        ]
-        if cast:
-            name, dtype = cast[0]
-            warnings.warn(
-                f"{len(cast)} of {', '.join(self.family.float32)} (the first is {name}) are {dtype} after this load, and "
-                f"{self.family.name} keeps them in float32: experts whose scores nearly tie may be chosen otherwise. "
-                f"Load with dtype=torch.float32, or copy the checkpoint's own into them",
-                stacklevel=3,
-            )
 
     def _report_moved(self) -> None:
         """Resolve every place of every kind of block in the installed source, and warn of those that are not there."""
@@ -407,20 +383,15 @@ class StandardizedTransformer(TransformersModel, Interventions, ValueHost):  # p
         """
         return check(self, prompt, layers=layers, since_load=since_load, progress=progress)
 
-    def _remember(self) -> None:
-        """Keep a sample of every parameter, to tell later whether it was changed."""
-        self._samples = {name: sample(parameter) for name, parameter in self._module.named_parameters()}
-
-    def _changed(self, name: str, parameter: torch.Tensor) -> bool:
-        kept = self._samples.get(name)
-        now = sample(parameter)
-        return kept is not None and not torch.equal(kept.to(now.device), now)
-
     def dispatch(self) -> None:
         if not self.dispatched:
             super().dispatch()
-            self._remember()
-            self._report_cast()
+            self._loaded()
+
+    def _loaded(self) -> None:
+        """The weights are here: keep a sample of them, and say so if the load has cast what it should not."""
+        self._samples = Samples(self._module)
+        report_cast(self._module, self.family)
 
     def __deepcopy__(self, memo: dict) -> StandardizedTransformer:
         """A model of its own: a copy of the module, wrapped anew; of an undispatched model, another build."""
@@ -432,7 +403,7 @@ class StandardizedTransformer(TransformersModel, Interventions, ValueHost):  # p
 
     def __getstate__(self) -> dict:
         state = super().__getstate__()
-        state["_samples"] = {}
+        state.pop("_samples", None)
         return state
 
     # -- the order of the forward pass ---------------------------------------------------

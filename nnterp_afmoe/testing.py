@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,10 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from .family import FAMILIES
 from .model import StandardizedTransformer
 
-__all__ = ["PINNED", "byte_tokenizer", "pinned", "randomize", "tiny", "tiny_module"]
-
-#: The folder of the pinned trained model; its README.md is the model card.
-PINNED = Path(__file__).parent / "pinned"
+__all__ = ["byte_tokenizer", "randomize", "tiny", "tiny_module"]
 
 SPECIAL = ["<pad>", "<bos>", "<eos>"]
 
@@ -86,15 +82,3 @@ def tiny(
         module.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     return StandardizedTransformer(module, tokenizer=tokenizer)
-
-
-def pinned(**kwargs: Any) -> StandardizedTransformer:
-    """A tiny Trinity that was trained, on a toy language: there is something in it to find.
-
-    Six blocks, 1.2 million parameters, every feature of the family. It recalls notes from beyond its sliding window,
-    repeats sentences, and sends digits and words to different experts; its model card says what it can't do.
-
-    Args:
-        **kwargs: As `StandardizedTransformer` takes them for a folder.
-    """
-    return StandardizedTransformer(PINNED, **{"dispatch": True, **kwargs})

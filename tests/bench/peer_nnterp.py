@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import statistics
 import sys
-import time
 
 import torch
 from nnterp import StandardizedTransformer
+from timing import seconds
 from transformers import AfmoeForCausalLM, AutoTokenizer
 
 folder, tokens = sys.argv[1], int(sys.argv[2])
@@ -29,16 +27,5 @@ def read():
             found.append(model.layers_output[layer])
 
 
-times = [[], []]
-functions = (lambda: bare(ids), read)
-for function in functions:
-    function()
-gc.collect()
-gc.disable()
-for _ in range(61):
-    for function, taken in zip(functions, times, strict=True):
-        start = time.perf_counter()
-        function()
-        taken.append(time.perf_counter() - start)
-plain, cached = (statistics.quantiles(taken, n=4)[0] for taken in times)
+plain, cached = seconds(lambda: bare(ids), read, repeats=61)
 print(json.dumps({"plain": plain, "read": cached}))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import statistics
 import sys
-import time
 
 import torch
+from timing import seconds
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import AfmoeForCausalLM, AutoTokenizer
 
@@ -27,16 +25,5 @@ def read():
     assert sum(name.startswith("blocks.") for name in cache) == 5, list(cache)
 
 
-times = [[], []]
-functions = (lambda: bare(ids), read)
-for function in functions:
-    function()
-gc.collect()
-gc.disable()
-for _ in range(61):
-    for function, taken in zip(functions, times, strict=True):
-        start = time.perf_counter()
-        function()
-        taken.append(time.perf_counter() - start)
-plain, cached = (statistics.quantiles(taken, n=4)[0] for taken in times)
+plain, cached = seconds(lambda: bare(ids), read, repeats=61)
 print(json.dumps({"plain": plain, "read": cached}))

@@ -18,7 +18,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,6 +25,7 @@ import torch
 from nnsight.modeling.transformers import TransformersModel
 from rich.console import Console
 from rich.table import Table
+from timing import seconds
 
 from nnterp_afmoe import StandardizedTransformer
 from nnterp_afmoe.testing import byte_tokenizer, tiny, tiny_module
@@ -44,22 +44,6 @@ NANO = {
 
 #: What was measured, against what, the ratio (or seconds), and the bound it is held against.
 Row = tuple[str, str, float, float]
-
-
-def seconds(*functions: Callable[[], object], repeats: int = 15) -> list[float]:
-    """The lower quartile of each one's times, taken in turns so that whatever else runs bears on all alike."""
-    times: list[list[float]] = [[] for _ in functions]
-    for function in functions:
-        function()
-    gc.collect()
-    gc.disable()
-    for _ in range(repeats):
-        for function, taken in zip(functions, times, strict=True):
-            start = time.perf_counter()
-            function()
-            taken.append(time.perf_counter() - start)
-    gc.enable()
-    return [statistics.quantiles(taken, n=4)[0] for taken in times]
 
 
 def prompt(vocabulary: int, tokens: int = TOKENS) -> torch.Tensor:
