@@ -234,6 +234,7 @@ class Value(eproperty):
         # The rows of several blocks of code are computed together, once a visit, so that each sees
         # what another has written.
         mediator = access.mediator
+        mediator.flush()  # What is waiting to go back is of this block of code's rows.
         group, mediator.batch_group = mediator.batch_group, None
         try:
             raw = Mediator.value(site.location)
