@@ -109,7 +109,7 @@ class StandardizedTransformer(TransformersModel, Interventions, ValueHost):  # p
     """A model of a supported family, wrapped for tracing, with every named value to read and to write.
 
     nnsight's `TransformersModel` with the standard names on top: ``layers``, ``embed_tokens``, ``norm``
-    and ``lm_head`` at the root, the values of `values.md` on the root, each block, its attention and
+    and ``lm_head`` at the root, and the named values on the root, each block, its attention and
     its MLP. Every native path (``model.model.layers[0].mlp.router``) works as before.
 
         model = StandardizedTransformer("arcee-ai/Trinity-Nano-Base")
