@@ -15,12 +15,8 @@ OPERATIONS = ("read", "in place", "assigned", "in place later", "read twice", "a
 
 
 def change(value: torch.Tensor) -> torch.Tensor:
-    """Another value; of what lies between 0 and 1 everywhere, a pattern, a part, so that no weight falls on padding."""
-    if value.dtype.is_floating_point and value.dim() == 4 and 0 <= value.min() <= value.max() <= 1.0001:
-        return value * 0.5
-    if value.dtype.is_floating_point:
-        return value * 0.5 + 0.1
-    return (value + 1) % 7
+    """Another value of the same sort. Half, not more by something: beside another prompt there is padding, whose pattern is to stay at zero."""
+    return value * 0.5 if value.dtype.is_floating_point else (value + 1) % 7
 
 
 def part(value: torch.Tensor) -> torch.Tensor:
@@ -99,7 +95,7 @@ def meant(model, prompt: str, program) -> torch.Tensor:
         return forward(model._module, model.config, ids, edits=edits)["logits"]
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 @given(programs(), st.booleans(), st.booleans())
 def test_a_random_block_of_code(case, grad, beside):
     experts, attention, program, another = case
