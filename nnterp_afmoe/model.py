@@ -430,13 +430,13 @@ class StandardizedTransformer(TransformersModel, Interventions, ValueHost):  # p
             KeyError: there is no value of that name.
             Unavailable: the value is not available there, so it has no place in the order.
         """
-        found = self._values_of(layer).get(name)
-        reason = found[0]._reason(found[1], self._case_of(layer)) if found else self._no_such(name, layer)
-        label = name if layer is None else f"layers[{layer}].{name}"
-        if reason is not None:
+        case, found = self._case_of(layer), self._values_of(layer).get(name)
+        reason = found[0]._reason(found[1], case) if found else self._no_such(name, layer)
+        if found is None or reason is not None:
+            label = name if layer is None else f"layers[{layer}].{name}"
             raise Unavailable(f"{label} is unavailable, so it has no rank: {reason}")
-        host, value = self._values_of(layer)[name]
-        return (*self._ahead(layer), *host._rank(value, self._case_of(layer)))
+        host, value = found
+        return (*self._ahead(layer), *host._rank(value, case))
 
     def _no_such(self, name: str, layer: int | None) -> str | None:
         """Why a block lacks a value that others have; raises `KeyError` for a name that none has."""

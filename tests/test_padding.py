@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import EXPERTS
-from helpers import apart, keys, read, read_all
+from helpers import apart, read_all
 
 SIDES = ("left", "right")
 
@@ -103,5 +103,3 @@ def test_an_edit_of_the_padding_reaches_no_real_position(build, side):
         model.layers[2].layer_output[mask == 0] += 1
         edited = model.logits.save()
     assert apart(edited[mask.bool()], plain[mask.bool()]) < 1e-5
-    assert len(keys(model)) > 100
-    assert read is not None

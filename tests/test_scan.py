@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -104,4 +103,3 @@ def test_a_checkpoints_config_in_little_memory(name, tmp_path):
     done = subprocess.run([sys.executable, file, tmp_path, Path(__file__).parent], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) < 1024
-    assert resource is not None
