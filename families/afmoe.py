@@ -28,6 +28,7 @@ from transformers.models.afmoe.modeling_afmoe import (
     eager_attention_forward,
 )
 
+from nnterp_afmoe.families.afmoe_page import SCHEMATIC
 from nnterp_afmoe.family import Case, Family, check_layer_types, register
 from nnterp_afmoe.hosts import Host, Layers
 from nnterp_afmoe.layouts import (
@@ -450,5 +451,6 @@ AFMOE = register(
         check=check,
         equations=Pass,
         tiny=tiny,
+        schematic=SCHEMATIC,
     )
 )

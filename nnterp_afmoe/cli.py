@@ -1,4 +1,4 @@
-"""The command line: ``nnterp-afmoe check|print|support NAME_OR_FOLDER``, also ``python -m nnterp_afmoe``.
+"""The command line: ``nnterp-afmoe check|print|support|page NAME_OR_FOLDER``, also ``python -m nnterp_afmoe``.
 
 Exit code 0: all holds. 1: something does not. 2: it could not run, with one line why.
 """
@@ -17,6 +17,8 @@ from transformers.utils import logging
 
 from .errors import NnterpError
 from .model import StandardizedTransformer
+from .pages import stale
+from .testing import byte_tokenizer
 
 __all__ = ["main"]
 
@@ -32,6 +34,9 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--revision", help="the checkpoint's revision")
     commands.add_parser("print", parents=[model], help="the tree, each value with its layout; loads no weights")
     commands.add_parser("support", parents=[model], help="what is available on which block; loads no weights")
+    page = commands.add_parser("page", parents=[model], help="the encyclopedia page, one HTML file; loads no weights")
+    page.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="the file")
+    page.add_argument("--check", action="store_true", help="write nothing; fail where the file is stale")
     check = commands.add_parser("check", parents=[model], help="hold every value and write to its equation")
     check.add_argument("--dtype", help="load in this dtype: float32, bfloat16, float16; the checkpoint's by default")
     check.add_argument("--device", metavar="MAP", help="device_map: auto, cpu, cuda:0, ...")
@@ -54,7 +59,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Carry out one command; raises what kept it from running."""
     options = {"attn_implementation": arguments.attn, "experts_implementation": arguments.experts}
     options["revision"] = arguments.revision
-    if arguments.command == "check":
+    if arguments.command != "check":
+        # Nothing is run, so a config alone will do: the tokenizer that nnsight wants is never asked.
+        options["tokenizer"] = byte_tokenizer()
+    else:
         dtype = getattr(torch, arguments.dtype, None) if arguments.dtype else None
         if arguments.dtype and not isinstance(dtype, torch.dtype):
             raise ValueError(f"--dtype {arguments.dtype} is not a dtype of torch")
@@ -67,6 +75,13 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.command == "support":
         print(model.support())
+        return 0
+    if arguments.command == "page":
+        if arguments.check:
+            why = stale(model, arguments.output)
+            print(why or f"{arguments.output} is up to date", file=sys.stderr if why else sys.stdout)
+            return 1 if why else 0
+        arguments.output.write_text(model.page(), encoding="utf-8")
         return 0
     chosen = layers(arguments.layers) if arguments.layers else None
     report = model.check(arguments.prompt, layers=chosen, progress=sys.stderr.isatty())

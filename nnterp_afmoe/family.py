@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from .hosts import Host
+    from .schematic import Schematic
 
 __all__ = ["FAMILIES", "Case", "Family", "family_of", "register"]
 
@@ -64,6 +65,7 @@ class Family:
         check: Raises `ConfigError` on a config (as a plain dict) that contradicts itself.
         equations: The family's equations over a model and its config (`reference.Pass`).
         tiny: A small config with every feature, fields overridable.
+        schematic: How it is drawn and told, for its page; ``None`` for a family without one.
     """
 
     name: str
@@ -85,6 +87,7 @@ class Family:
     check: Callable[[Mapping[str, Any]], None]
     equations: Callable[..., Any]
     tiny: Callable[..., PreTrainedConfig]
+    schematic: Schematic | None = None
 
     def case(
         self, config: Any, layer: int, attn_implementation: str | None = None, experts_implementation: str | None = None

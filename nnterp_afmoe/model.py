@@ -21,6 +21,7 @@ from transformers import TextGenerationPipeline
 from . import families  # noqa: F401  registers them
 from .check import check
 from .collecting import Collected, collect
+from .describing import describe, template
 from .errors import LoadError, Unavailable, near
 from .family import Case, Family
 from .hosts import Chooser, ValueHost
@@ -28,6 +29,7 @@ from .interleaving import RunInterleaver, TokenBatcher
 from .interventions import Interventions
 from .layouts import Logits, NextTokenProbs, Residual, Tokens
 from .loading import family_for, refuse_unknown, refuse_unknown_call, tokenizer_for
+from .pages import page
 from .parameters import Samples, report_cast
 from .places import INSIDE, Place, Step, parse
 from .support import Support, block_values, check_known, layer_support
@@ -521,3 +523,14 @@ class StandardizedTransformer(TransformersModel, Interventions, ValueHost):  # p
         lines = [f"({name}): {child!r}" for name, child in children]
         lines += [str(value) for value in type(self).values().values()]
         return "\n".join([f"{self._name()}(", *(f"  {line}" for text in lines for line in text.split("\n")), ")"])
+
+    def page(self) -> str:
+        """The encyclopedia page of this config, one HTML file that stands alone: see `pages`.
+
+        It loads no weights, and is the same text for the same config and implementations.
+        """
+        return page(self)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: a header, a folding card a kind of block, a row a value."""
+        return template("card.html").render(model=describe(self, self.support()))

@@ -71,6 +71,11 @@ class Place:
     key: str
     pick: str | int | None = None
 
+    def __str__(self) -> str:
+        """As the table writes it: ``parse(str(place)) == place``."""
+        steps = [step.name if step.code is None else f"{step.name}{{{step.code}}}" for step in self.steps]
+        return ".".join([*steps, self.key if self.pick is None else f"{self.key}[{self.pick}]"])
+
 
 @dataclass(frozen=True)
 class Resolved:

@@ -160,6 +160,12 @@ class Support(Mapping[str, "dict[int, str] | None"]):
 
     __repr__ = __str__
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the model's cards, under the implementations that this speaks of."""
+        from .describing import describe, template  # which builds on this module
+
+        return template("card.html").render(model=describe(self._model, self))
+
 
 def grouped(support: Support, keyword: str, current: str) -> list[tuple[list[str], Support]]:
     """The implementations of one sort, those with the same answers together, the current one first."""

@@ -24,7 +24,7 @@ DATA = Path(__file__).parent / "data"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("nano")
-    (folder / "config.json").write_text((DATA / "trinity_nano.json").read_text())
+    (folder / "config.json").write_text((DATA / "trinity_nano" / "config.json").read_text())
     byte_tokenizer().save_pretrained(folder)
     return str(folder)
 
@@ -107,4 +107,4 @@ def test_native_paths_still_work(nano):
     assert nano.model.layers[2].mlp.router.gate.path == "model.model.layers.2.mlp.router.gate"
     assert nano.layers is nano.model.layers
     assert nano.model.rotary_emb is not None
-    assert json.loads((DATA / "trinity_nano.json").read_text())["num_hidden_layers"] == len(nano.layers)
+    assert json.loads((DATA / "trinity_nano" / "config.json").read_text())["num_hidden_layers"] == len(nano.layers)

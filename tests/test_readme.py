@@ -105,7 +105,7 @@ def test_what_the_readme_prints(tmp_path):
     from nnterp_afmoe import StandardizedTransformer, Unavailable
     from nnterp_afmoe.testing import byte_tokenizer
 
-    (tmp_path / "config.json").write_text((ROOT / "tests" / "data" / "trinity_nano.json").read_text())
+    (tmp_path / "config.json").write_text((ROOT / "tests" / "data" / "trinity_nano" / "config.json").read_text())
     byte_tokenizer().save_pretrained(tmp_path)
     model = StandardizedTransformer(str(tmp_path))
     shown = README.split("```")[1]

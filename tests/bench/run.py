@@ -193,7 +193,7 @@ def startup() -> Iterator[Row]:
     ]
     yield "import, seconds beyond nnsight's own", "", statistics.median(spent), 0.3
     with tempfile.TemporaryDirectory() as folder:
-        config = HERE.parent / "data" / "trinity_large.json"
+        config = HERE.parent / "data" / "trinity_large" / "config.json"
         (Path(folder) / "config.json").write_text(config.read_text())
         byte_tokenizer().save_pretrained(folder)
 

@@ -1,0 +1,319 @@
+"""The family's encyclopedia page: one file that says what exists in a model, where, and how to reach it.
+
+Everything about a value, its layout, words, place and availability, is the family's table's; the
+drawing, the config's fields and the notes are the family's `Schematic`. The file stands alone: no network, the same bytes
+for the same config, readable without JavaScript.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from markupsafe import Markup
+
+from .describing import Description, describe, template
+
+if TYPE_CHECKING:
+    from .family import Case
+    from .model import StandardizedTransformer
+    from .schematic import Part, Schematic
+    from .support import Support
+
+__all__ = ["page", "stale"]
+
+#: The drawing's measures: a column's and a row's distance, a part's size.
+COLUMN, ROW, WIDTH, HEIGHT, MARGIN = 176, 46, 160, 30, 12
+
+
+@dataclass(frozen=True)
+class Card:
+    """Everything the page says of one value or part.
+
+    Attributes:
+        name: The value's dotted name, or the part's.
+        label: What is written on it.
+        value: Whether it is a value.
+        host: The modules' name that carries the value: ``model``, ``block``, ``self_attn``, ...
+        layout: The layout's name and axes.
+        sizes: The axes with the lengths the config fixes, by kind of block where they differ.
+        does: What it is or does.
+        module: The place it is read at, or the module that does it.
+        path: How it is reached from ``model``, with ``{layer}`` for the block.
+        access: ``"read/write"`` or ``"read"``; empty for a part that is no value.
+        note: A caveat.
+        loaded: Under which implementations it is there, where that depends on them.
+        missing: Why each kind of block lacks it, a reason a kind, empty where it has it.
+    """
+
+    name: str
+    label: str
+    value: bool
+    host: str
+    layout: str
+    sizes: str
+    does: str
+    module: str
+    path: str
+    access: str
+    note: str
+    loaded: str
+    missing: tuple[str, ...]
+
+
+def page(model: StandardizedTransformer) -> str:
+    """The page of a model's config, as HTML; nothing is loaded or run.
+
+    Raises:
+        NotImplementedError: the family declares no page.
+    """
+    family = model.family
+    schematic = family.schematic
+    if schematic is None:
+        raise NotImplementedError(f"the {family.name} family declares no page")
+    described = describe(model, model.support())
+    cards = {card.name: card for card in [*value_cards(model, described), *part_cards(model, schematic)]}
+    hosts = ["model", *(host.at or "block" for host in family.hosts)]
+    return template("page.html").render(
+        model=described,
+        config=fields(model, schematic),
+        schematic=schematic,
+        features=schematic.features(model.config),
+        cards=cards,
+        hosts={host: [card for card in cards.values() if card.host == host] for host in dict.fromkeys(hosts)},
+        block=drawing(schematic.block, cards),
+        printed=printed(model),
+        layers=[next(kind for kind in described.kinds if layer in kind.layers) for layer in range(model.num_layers)],
+        style=Markup(asset("page.css")),
+        script=Markup(asset("page.js")),
+    )
+
+
+def stale(model: StandardizedTransformer, path: str | os.PathLike) -> str | None:
+    """Why the file is not the page of ``model`` any more; ``None`` where it is."""
+    path = Path(path)
+    if not path.exists():
+        return f"{path} is not there"
+    if path.read_text(encoding="utf-8") != page(model):
+        return f"{path} is stale: write it again with `nnterp-afmoe page`"
+    return None
+
+
+def asset(name: str) -> str:
+    """A file beside the templates."""
+    return (files("nnterp_afmoe") / "templates" / name).read_text(encoding="utf-8")
+
+
+# -- cards ---------------------------------------------------------------------------------
+
+
+def value_cards(model: StandardizedTransformer, described: Description) -> list[Card]:
+    """A card for every value of the family's table, and of the model."""
+    depends = implementations(model)
+    hosts = {host.dotted(name): host.at or "block" for host in model.family.hosts for name in host.values()}
+    places = {name: place for name, place in where_read(model)}
+    found = []
+    for row in described.root:
+        found.append(
+            Card(
+                row.name,
+                row.name,
+                True,
+                "model",
+                row.layout,
+                " ".join(row.axes),
+                row.description,
+                places[row.name],
+                f"model.{row.name}",
+                row.access,
+                row.note,
+                "",
+                (row.missing,) * len(described.kinds),
+            )
+        )
+    for position, first in enumerate(described.kinds[0].rows):
+        rows = [kind.rows[position] for kind in described.kinds]
+        having = [row for row in rows if not row.missing] or rows
+        sized = [row for row in having if any("=" in axis for axis in row.axes)] or having
+        sizes = dict.fromkeys(" ".join(row.axes) for row in sized)
+        words = dict.fromkeys(row.description for row in having)
+        found.append(
+            Card(
+                first.name,
+                first.name.rpartition(".")[2],
+                True,
+                hosts[first.name],
+                having[0].layout,
+                " or ".join(sizes),
+                "; ".join(words),
+                places[first.name],
+                f"model.layers[{{layer}}].{first.name}",
+                having[0].access,
+                first.note,
+                depends.get(first.name, ""),
+                tuple(row.missing for row in rows),
+            )
+        )
+    return found
+
+
+def where_read(model: StandardizedTransformer) -> list[tuple[str, str]]:
+    """Where each value is read, as the table writes it, under each kind of block's own name for it."""
+    found: dict[str, dict[str, None]] = {}
+    for host in model.family.hosts:
+        for name, value in host.values().items():
+            found.setdefault(host.dotted(name), {})[str(value.place)] = None
+    root = [(name, str(value.place)) for name, value in type(model).values().items()]
+    return [*((name, " or ".join(places)) for name, places in found.items()), *root]
+
+
+def implementations(model: StandardizedTransformer) -> dict[str, str]:
+    """The values that are there under some implementations only, and under which."""
+    family, found = model.family, {}
+    attention: dict[str, Support] = {
+        name: model.support(attn_implementation=name) for name in family.attn_implementations()
+    }
+    experts: dict[str, Support] = {
+        name: model.support(experts_implementation=name) for name in family.experts_implementations()
+    }
+    for keyword, answers in (("attn_implementation", attention), ("experts_implementation", experts)):
+        for value in model.support():
+            having = [name for name, answer in answers.items() if answer._has(value, range(model.num_layers))]
+            if 0 < len(having) < len(answers):
+                found[value] = f"there under {keyword}={' or '.join(map(repr, having))}"
+    return found
+
+
+def part_cards(model: StandardizedTransformer, schematic: Schematic) -> list[Card]:
+    """A card for every part of the drawings that is not a value."""
+    family, config = model.family, model.config
+    cases = [family.case(config, layers[0]) for layers in family.kinds(config).values()]
+    found = []
+    for part in (*schematic.stream, *schematic.block):
+        if part.label:
+            inside = f"model.layers[{{layer}}].{part.module}" if part in schematic.block else f"model.{part.module}"
+            missing = tuple(reason(part.missing, case) for case in cases)
+            found.append(
+                Card(
+                    part.name,
+                    part.label,
+                    False,
+                    "",
+                    "",
+                    "",
+                    part.does,
+                    part.module or "the forward itself",
+                    inside if part.module else "",
+                    "",
+                    "",
+                    "",
+                    missing,
+                )
+            )
+    return found
+
+
+def reason(missing: Callable[[Case], str | None] | None, case: Case) -> str:
+    """Why a part is missing in a case, or nothing."""
+    return (missing(case) if missing else None) or ""
+
+
+# -- the drawing ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part with its place on the page."""
+
+    part: Part
+    card: Card
+    x: float
+    y: float
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Boxes, the paths between them, and the size of it all.
+
+    A wire is its source, its target, its path, and the parts whose absence cuts it.
+    """
+
+    boxes: tuple[Box, ...]
+    wires: tuple[tuple[str, str, str, tuple[str, ...]], ...]
+    width: float
+    height: float
+    box: tuple[int, int]
+
+
+def drawing(parts: tuple[Part, ...], cards: dict[str, Card]) -> Drawing:
+    """Where each part stands, and a path along each flow of data."""
+    boxes = {
+        part.name: Box(part, cards[part.name], MARGIN + COLUMN * part.at[0], MARGIN + ROW * part.at[1])
+        for part in parts
+    }
+    wires = []
+    for part in parts:
+        end = boxes[part.name]
+        for source in part.after:
+            start = boxes[source]
+            # A value that can't be read is still computed; only a step that is not taken cuts the flow.
+            cuts = tuple(box.part.name for box in (start, end) if not box.card.value and not box.part.bypassed)
+            wires.append((source, part.name, path(start, end), cuts))
+    width = max(box.x for box in boxes.values()) + WIDTH + MARGIN
+    height = max(box.y for box in boxes.values()) + HEIGHT + MARGIN
+    return Drawing(tuple(boxes.values()), tuple(wires), width, height, (WIDTH, HEIGHT))
+
+
+def path(start: Box, end: Box) -> str:
+    """From one box to the next: level where they stand side by side, else down, across, and down."""
+    x0, x1 = start.x + WIDTH / 2, end.x + WIDTH / 2
+    if start.y == end.y:
+        edge = start.x + WIDTH if x1 > x0 else start.x
+        return f"M{edge:g} {start.y + HEIGHT / 2:g}H{end.x if x1 > x0 else end.x + WIDTH:g}"
+    top, bottom = start.y + HEIGHT, end.y
+    if x0 == x1:
+        return f"M{x0:g} {top:g}V{bottom:g}"
+    turn = bottom - (ROW - HEIGHT) / 2
+    return f"M{x0:g} {top:g}V{turn:g}H{x1:g}V{bottom:g}"
+
+
+# -- the rest ------------------------------------------------------------------------------
+
+
+def fields(model: StandardizedTransformer, schematic: Schematic) -> list[tuple[str, str, str]]:
+    """Each config field that the family has words for: its name, its value here, what it does."""
+    return [(name, shown(getattr(model.config, name)), does) for name, does in schematic.fields.items()]
+
+
+def shown(value: Any) -> str:
+    """A field's value; a long list as its runs."""
+    if isinstance(value, list) and len(value) > 8:
+        runs: list[list] = []
+        for entry in value:
+            if runs and runs[-1][0] == entry:
+                runs[-1][1] += 1
+            else:
+                runs.append([entry, 1])
+        return ", ".join(f"{count} \u00d7 {entry}" for entry, count in runs)
+    return str(value)
+
+
+def printed(model: StandardizedTransformer) -> list[tuple[str, str]]:
+    """The printout, a line with the value that it shows, or with nothing."""
+    lines, stack = [], []
+    for line in str(model).split("\n"):
+        indent = (len(line) - len(line.lstrip())) // 2
+        match = re.match(r"\(([\w-]+)\)", line.strip())
+        name = match[1] if match else ""
+        stack[indent - 1 :] = [name]
+        value = ""
+        if name and ("-> " in line.partition(":")[0] or line.strip().startswith("(input_size)")):
+            inside = stack[:indent]
+            value = ".".join(inside[2:] if inside[0] == "layers" else inside)
+        lines.append((line, value))
+    return lines
