@@ -41,7 +41,7 @@ def features(config: Any) -> list[str]:
     dense, layers = config.num_dense_layers, config.num_hidden_layers
     lines = [
         f"{layers} blocks, each with two branches between two RMSNorms: the sandwich, a norm before and a norm after",
-        f"{layers - full} blocks attend to the last {config.sliding_window} tokens, with the rotary; {full} to all before, without it",
+        f"{layers - full} blocks see the last {config.sliding_window} tokens, their own counted, with the rotary; {full} see all, without it",
         f"{config.num_attention_heads} query heads over {config.num_key_value_heads} key/value heads, {group} to each, "
         f"queries and keys normed head by head",
         "a sigmoid gate on every channel of every head, before o_proj",
@@ -57,7 +57,7 @@ def features(config: Any) -> list[str]:
     if config.mup_enabled:
         lines.append(f"embeddings scaled by the root of {config.hidden_size}, as muP has it")
     lines.append(
-        "embeddings and head share their weights" if config.tie_word_embeddings else "embeddings and head apart"
+        "a head that is the embedding, transposed" if config.tie_word_embeddings else "a head with weights of its own"
     )
     return lines
 

@@ -252,9 +252,7 @@ class Bars:
         line = {"stroke": "currentColor", "stroke-dasharray": "5 3"}
         shape(parent, "path", d=f"M{left:.1f} {at(self.cut):.1f}H{right:.1f}", **line)
         text(parent, right + 4, at(self.cut) + 4, f"the cut, {shown(self.cut)}", size=10)
-        text(
-            parent, left, top + tall + 32, f"bar: {self.names[0]}; black mark: {self.names[1]}; \u2713: chosen", size=10
-        )
+        text(parent, left, top + tall + 32, f"bar: {self.names[0]}; line: {self.names[1]}; \u2713: chosen", size=10)
         return max(right + 100, x + 6.2 * len(self.title)), top + tall + 40
 
 

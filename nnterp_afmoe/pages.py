@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
@@ -291,20 +292,14 @@ def fields(model: StandardizedTransformer, schematic: Schematic) -> list[tuple[s
 
 
 def shown(value: Any) -> str:
-    """A field's value; a long list as its runs."""
-    if isinstance(value, list) and len(value) > 8:
-        runs: list[list] = []
-        for entry in value:
-            if runs and runs[-1][0] == entry:
-                runs[-1][1] += 1
-            else:
-                runs.append([entry, 1])
-        return ", ".join(f"{count} \u00d7 {entry}" for entry, count in runs)
+    """A field's value; of a list with an entry a block, how many there are of each."""
+    if isinstance(value, list) and len(value) > len(set(value)):
+        return ", ".join(f"{count} \u00d7 {entry}" for entry, count in Counter(value).items())
     return str(value)
 
 
-def printed(model: StandardizedTransformer) -> list[tuple[str, str]]:
-    """The printout, a line with the value that it shows, or with nothing."""
+def printed(model: StandardizedTransformer) -> list[tuple[str, str, str]]:
+    """The printout: each line's indentation, the rest of it, and the value that it shows, or nothing."""
     lines, stack = [], []
     for line in str(model).split("\n"):
         indent = (len(line) - len(line.lstrip())) // 2
@@ -315,5 +310,5 @@ def printed(model: StandardizedTransformer) -> list[tuple[str, str]]:
         if name and ("-> " in line.partition(":")[0] or line.strip().startswith("(input_size)")):
             inside = stack[:indent]
             value = ".".join(inside[2:] if inside[0] == "layers" else inside)
-        lines.append((line, value))
+        lines.append((line[: len(line) - len(line.lstrip())], line.lstrip(), value))
     return lines

@@ -209,7 +209,7 @@ def attention(model: StandardizedTransformer, prompt: Any, layer: int, heads: Se
         )
         for head in kept
     ]
-    reach = f"sliding, {window} tokens back at most, rotary" if window is not None else "full, no rotary"
+    reach = f"sliding, {window} tokens with its own, rotary" if window is not None else "full, no rotary"
     title = f"Attention of layer {layer} ({reach}): a row a KV head"
     hatched = "Hatched: what the causal mask or the window hides. Bars: how far the gate is open."
     return Picture(title, tuple(panels), (hatched, *notes, *more), across=group if heads is None else 3)

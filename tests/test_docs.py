@@ -89,6 +89,11 @@ def test_the_site_builds_strictly(tmp_path):
     ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
+    for path in tmp_path.rglob("*.html"):
+        for link in re.findall(r'href="([^"#:]+\.html)"', path.read_text()):  # mkdocs checks those to pages of its own
+            assert (path.parent / link).resolve().exists(), (path, link)
+    for notebook in (ROOT / "examples").glob("*.ipynb"):
+        assert "<svg" in (tmp_path / "notebooks" / notebook.stem / "index.html").read_text() or notebook.stem[0] in "78"
     reference = (tmp_path / "reference" / "index.html").read_text()
     for name in (
         "nnterp_afmoe.model.StandardizedTransformer.collect",

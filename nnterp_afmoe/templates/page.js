@@ -94,7 +94,7 @@ function step(name, key) {
   if (key === "ArrowUp") return joined("to", "from")[0];
   const side = key === "ArrowRight" ? 1 : -1;
   return [...parts.keys()].filter((other) => (place(other)[0] - x) * side > 0)
-    .sort((a, b) => Math.hypot(place(a)[0] - x, 4 * (place(a)[1] - y)) - Math.hypot(place(b)[0] - x, 4 * (place(b)[1] - y)))[0];
+    .sort((a, b) => Math.hypot(place(a)[0] - x, 9 * (place(a)[1] - y)) - Math.hypot(place(b)[0] - x, 9 * (place(b)[1] - y)))[0];
 }
 
 function focus(name) {
