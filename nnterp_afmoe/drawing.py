@@ -308,6 +308,10 @@ class Picture:
         root.set("height", f"{y + 6:.0f}")
         return ElementTree.tostring(root, encoding="unicode")
 
+    def standalone(self) -> str:
+        """The drawing for a file of its own, dark on light."""
+        return self.svg().replace(f'style="{FONT}"', f'style="{FONT};color:{DARK};background:{LIGHT}"', 1)
+
     def _repr_html_(self) -> str:
         return f'<div style="max-width:100%;overflow-x:auto">{self.svg()}</div>'
 
@@ -319,7 +323,7 @@ class Picture:
         """
         path = Path(path)
         if path.suffix == ".svg":
-            drawn = self.svg().replace(f'style="{FONT}"', f'style="{FONT};color:{DARK};background:{LIGHT}"', 1)
+            drawn = self.standalone()
         elif path.suffix == ".html":
             drawn = self._page()
         else:
@@ -373,7 +377,7 @@ def difference(before: Picture, after: Picture) -> Picture:
             grid,
             values=change,
             scale=scale,
-            texts=[[f"{number:+.2f}" for number in row] for row in change] if grid.cell[0] >= 28 else None,
+            texts=[[signed(number) for number in row] for row in change] if grid.cell[0] >= 28 else None,
             more={},
             beside=None,
             sparse=0.0,
@@ -406,6 +410,11 @@ def runs(flags: Sequence[bool]) -> list[tuple[int, int]]:
             found.append((at, length))
         at += length
     return found
+
+
+def signed(number: float) -> str:
+    """A change in two digits, or nothing where it would read as zero."""
+    return f"{number:+.2f}" if abs(number) >= 0.005 else ""
 
 
 def shape(parent: ElementTree.Element, tag: str, **attributes: Any) -> ElementTree.Element:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from .describing import Description, describe, template
+from .describing import Description, Row, describe, template
+from .support import block_values
 
 if TYPE_CHECKING:
     from .family import Case
@@ -115,62 +116,56 @@ def asset(name: str) -> str:
 
 def value_cards(model: StandardizedTransformer, described: Description) -> list[Card]:
     """A card for every value of the family's table, and of the model."""
-    depends = implementations(model)
+    depends, places = implementations(model), where_read(model)
     hosts = {host.dotted(name): host.at or "block" for host in model.family.hosts for name in host.values()}
-    places = {name: place for name, place in where_read(model)}
-    found = []
-    for row in described.root:
-        found.append(
-            Card(
-                row.name,
-                row.name,
-                True,
-                "model",
-                row.layout,
-                " ".join(row.axes),
-                row.description,
-                places[row.name],
-                f"model.{row.name}",
-                row.access,
-                row.note,
-                "",
-                (row.missing,) * len(described.kinds),
-            )
-        )
-    for position, first in enumerate(described.kinds[0].rows):
-        rows = [kind.rows[position] for kind in described.kinds]
-        having = [row for row in rows if not row.missing] or rows
-        sized = [row for row in having if any("=" in axis for axis in row.axes)] or having
-        sizes = dict.fromkeys(" ".join(row.axes) for row in sized)
-        words = dict.fromkeys(row.description for row in having)
-        found.append(
-            Card(
-                first.name,
-                first.name.rpartition(".")[2],
-                True,
-                hosts[first.name],
-                having[0].layout,
-                " or ".join(sizes),
-                "; ".join(words),
-                places[first.name],
-                f"model.layers[{{layer}}].{first.name}",
-                having[0].access,
-                first.note,
-                depends.get(first.name, ""),
-                tuple(row.missing for row in rows),
-            )
-        )
-    return found
+    cards = [
+        value_card([row] * len(described.kinds), row.name, "model", str(type(model).values()[row.name].place))
+        for row in described.root
+    ]
+    for rows in zip(*(kind.rows for kind in described.kinds), strict=True):
+        name = rows[0].name
+        path = f"layers[{{layer}}].{name}"
+        cards.append(value_card(rows, path, hosts[name], places[name], depends.get(name, "")))
+    return cards
 
 
-def where_read(model: StandardizedTransformer) -> list[tuple[str, str]]:
-    """Where each value is read, as the table writes it, under each kind of block's own name for it."""
-    found: dict[str, dict[str, None]] = {}
-    for host in model.family.hosts:
+def value_card(rows: Sequence[Row], path: str, host: str, place: str, loaded: str = "") -> Card:
+    """The card of one value, from its row on each kind of block."""
+    having = [row for row in rows if not row.missing] or list(rows)
+    sized = [row for row in having if any("=" in axis for axis in row.axes)] or having
+    return Card(
+        name=rows[0].name,
+        label=rows[0].name.rpartition(".")[2],
+        value=True,
+        host=host,
+        layout=having[0].layout,
+        sizes=" or ".join(dict.fromkeys(" ".join(row.axes) for row in sized)),
+        does="; ".join(dict.fromkeys(row.description for row in having)),
+        module=place,
+        path=f"model.{path}",
+        access=having[0].access,
+        note=rows[0].note,
+        loaded=loaded,
+        missing=tuple(row.missing for row in rows),
+    )
+
+
+def where_read(model: StandardizedTransformer) -> dict[str, str]:
+    """Where each value of a block is read, as the table writes it; where no block has it, where it would be."""
+    family, config = model.family, model.config
+    tried: dict[str, dict[str, bool]] = {}
+    for layers in family.kinds(config).values():
+        case = family.case(config, layers[0])
+        for name, (_, value) in block_values(model, case).items():
+            here = tried.setdefault(name, {})
+            here[str(value.place)] = here.get(str(value.place), False) or value.unavailable(case) is None
+    for host in family.hosts:
         for name, value in host.values().items():
-            found.setdefault(host.dotted(name), {})[str(value.place)] = None
-    root = [(name, str(value.place)) for name, value in type(model).values().items()]
-    return [*((name, " or ".join(places)) for name, places in found.items()), *root]
+            tried.setdefault(host.dotted(name), {str(value.place): False})
+    return {
+        name: " or ".join([place for place, there in places.items() if there] or places)
+        for name, places in tried.items()
+    }
 
 
 def implementations(model: StandardizedTransformer) -> dict[str, str]:
@@ -194,29 +189,26 @@ def part_cards(model: StandardizedTransformer, schematic: Schematic) -> list[Car
     """A card for every part of the drawings that is not a value."""
     family, config = model.family, model.config
     cases = [family.case(config, layers[0]) for layers in family.kinds(config).values()]
-    found = []
-    for part in (*schematic.stream, *schematic.block):
-        if part.label:
-            inside = f"model.layers[{{layer}}].{part.module}" if part in schematic.block else f"model.{part.module}"
-            missing = tuple(reason(part.missing, case) for case in cases)
-            found.append(
-                Card(
-                    part.name,
-                    part.label,
-                    False,
-                    "",
-                    "",
-                    "",
-                    part.does,
-                    part.module or "the forward itself",
-                    inside if part.module else "",
-                    "",
-                    "",
-                    "",
-                    missing,
-                )
-            )
-    return found
+    return [
+        Card(
+            name=part.name,
+            label=part.label,
+            value=False,
+            host="",
+            layout="",
+            sizes="",
+            does=part.does,
+            module=part.module or "the forward itself",
+            path=f"model.{before}{part.module}" if part.module else "",
+            access="",
+            note="",
+            loaded="",
+            missing=tuple(reason(part.missing, case) for case in cases),
+        )
+        for parts, before in ((schematic.stream, ""), (schematic.block, "layers[{layer}]."))
+        for part in parts
+        if part.label
+    ]
 
 
 def reason(missing: Callable[[Case], str | None] | None, case: Case) -> str:

@@ -12,6 +12,7 @@ import pytest
 from conftest import CONFIGS
 from transformers import AfmoeConfig, PreTrainedConfig
 
+import nnterp_afmoe
 from nnterp_afmoe import StandardizedTransformer, families
 from nnterp_afmoe.cli import main
 from nnterp_afmoe.family import FAMILIES
@@ -153,6 +154,26 @@ def test_a_family_without_a_page():
     object.__setattr__(model, "family", dataclasses.replace(FAMILIES["afmoe"], schematic=None))
     with pytest.raises(NotImplementedError, match="the AFMoE family declares no page"):
         model.page()
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_every_colour_reads_on_what_it_stands_on(scheme):
+    """axe looks at HTML alone; the drawing's colours are these."""
+    styles = (Path(nnterp_afmoe.__file__).parent / "templates" / "page.css").read_text()
+    colours = dict(re.findall(r"--([\w]+): (#\w{6})", styles.split(":root")[scheme + 1]))
+
+    def luminance(colour):
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    for ink in ("ink", "soft", "edge", "k0", "k1", "k2", "k3"):
+        for paper in ("paper", "fill") if ink != "soft" else ("paper", "fill", "pin"):
+            light, dark = sorted((luminance(colours[ink]), luminance(colours[paper])), reverse=True)
+            assert (light + 0.05) / (dark + 0.05) >= 4.5, (ink, paper)
+    for paper in ("value", "pin"):
+        light, dark = sorted((luminance(colours["ink"]), luminance(colours[paper])), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 4.5, paper
 
 
 # -- what a notebook shows -----------------------------------------------------------------
