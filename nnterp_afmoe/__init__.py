@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import families
+    from . import families, pictures, testing
     from .check import Failure, Report
     from .collecting import Collected
     from .errors import (
@@ -47,7 +47,12 @@ __all__ = [
     "UnsupportedModel",
     "WriteError",
     "families",
+    "pictures",
+    "testing",
 ]
+
+#: The names that are modules.
+MODULES = ("families", "pictures", "testing")
 
 #: Where the names that are not errors live.
 HOMES = {
@@ -64,8 +69,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # The model module registers the families, which every other name relies on.
     importlib.import_module(".model", __name__)
-    if name == "families":
-        return importlib.import_module(".families", __name__)
+    if name in MODULES:
+        return importlib.import_module(f".{name}", __name__)
     return getattr(importlib.import_module(f".{HOMES.get(name, 'errors')}", __name__), name)
 
 

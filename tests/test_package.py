@@ -28,6 +28,10 @@ def test_the_wheel_holds_the_families(tmp_path):
     names = zipfile.ZipFile(wheel).namelist()
     assert "nnterp_afmoe/families/afmoe.py" in names
     assert "nnterp_afmoe/py.typed" in names
+    assert {f"nnterp_afmoe/templates/{name}" for name in ("page.html", "page.css", "page.js", "card.html")} <= set(
+        names
+    )
+    assert {"nnterp_afmoe/pinned/model.safetensors", "nnterp_afmoe/pinned/README.md"} <= set(names)
     assert not [name for name in names if name.startswith(("families/", "tests/"))]
     assert len(names) == len(set(names))
 

@@ -6,11 +6,9 @@ import inspect
 import json
 import pydoc
 import re
-import time
 from pathlib import Path
 
 import pytest
-from nnsight.modeling.transformers import TransformersModel
 
 from nnterp_afmoe import StandardizedTransformer
 from nnterp_afmoe.families import Attention, Block, Mixture
@@ -43,17 +41,6 @@ def test_the_nano_tree_line_for_line(nano):
             assert re.fullmatch(re.escape(expected) + " [^ ].*[^. ]", line), line
         else:
             assert line == expected
-
-
-def test_an_undispatched_build_costs_little_beyond_nnsights_own(folder):
-    """Measured, and held only against the clock's worst: timing decides nothing finer."""
-    StandardizedTransformer(folder)
-    start = time.perf_counter()
-    TransformersModel(folder, task="text-generation")
-    middle = time.perf_counter()
-    str(StandardizedTransformer(folder))
-    end = time.perf_counter()
-    print(f"nnsight {middle - start:.2f} s, ours with printing {end - middle:.2f} s")
 
 
 def test_nothing_was_loaded(nano):
