@@ -83,7 +83,7 @@ def test_a_scan_that_raised_leaves_the_implementation(folder):
 
 @pytest.mark.parametrize("name", ["nano", "large"])
 def test_a_checkpoints_config_in_little_memory(name, tmp_path):
-    (tmp_path / "config.json").write_text((DATA / f"trinity_{name}.json").read_text())
+    (tmp_path / "config.json").write_text((DATA / f"trinity_{name}" / "config.json").read_text())
     byte_tokenizer().save_pretrained(tmp_path)
     code = (
         "import sys; sys.path.insert(0, sys.argv[2])\n"
