@@ -47,7 +47,9 @@ def features(config: Any) -> list[str]:
         "a sigmoid gate on every channel of every head, before o_proj",
     ]
     if dense:
-        lines.append(f"a dense MLP of {config.intermediate_size:,} neurons in the first {dense} blocks")
+        lines.append(
+            f"a dense MLP of {config.intermediate_size:,} neurons in the first {f'{dense} blocks' if dense > 1 else 'block'}"
+        )
     if dense < layers:
         lines.append(
             f"a mixture in the other {layers - dense}: {config.num_experts} experts of {config.moe_intermediate_size:,} neurons, "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import html
 import itertools
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -79,7 +80,7 @@ class Grid:
     """A panel of coloured cells.
 
     Attributes:
-        values: ``rows x columns`` numbers.
+        values: ``rows x columns`` numbers; one that is NaN or infinite has no colour, and a cross.
         rows: The rows' labels.
         columns: The columns' labels.
         axes: What rows and columns are, as the table names them.
@@ -161,13 +162,17 @@ class Grid:
                 if (self.shaded is not None and self.shaded[r][c]) or (self.sparse and abs(number) < self.sparse):
                     continue
                 box = {"x": left + width * c, "y": top + height * r, "width": width - 1, "height": height - 1}
-                cell = shape(parent, "rect", fill=self.scale.colour(number), **box)
+                known = math.isfinite(number)
+                fill = self.scale.colour(number) if known else "none"
+                cell = shape(parent, "rect", fill=fill, **({} if known else {"stroke": "currentColor"}), **box)
                 where = f"{self.axes[0]} {label}, {self.axes[1]} {column}"
                 extra = "".join(f", {name} {more[r][c]}" for name, more in self.more.items())
                 shape(cell, "title").text = f"{where}: {shown(number)}{extra}"
-                if self.texts is not None and self.texts[r][c]:
+                said = (self.texts[r][c] if self.texts is not None else "") if known else "\u2715"
+                if said:
                     at = left + width * (c + 0.5) - 0.5, top + height * (r + 0.5) + 3
-                    text(parent, *at, self.texts[r][c], anchor="middle", fill=self.scale.ink(number), size=9)
+                    ink = self.scale.ink(number) if known else "currentColor"
+                    text(parent, *at, said, anchor="middle", fill=ink, size=9)
         right, bottom = left + width * len(self.columns), top + height * len(self.rows)
         if self.beside is not None:
             text(parent, right + 6, top - 4, self.beside_name, size=9)
@@ -370,7 +375,8 @@ def difference(before: Picture, after: Picture) -> Picture:
         [[b - a for a, b in zip(*rows, strict=True)] for rows in zip(first.values, second.values, strict=True)]
         for first, second in zip(old, new, strict=True)
     ]
-    most = max((abs(number) for rows in changes for row in rows for number in row), default=0.0) or 1.0
+    sizes = (abs(number) for rows in changes for row in rows for number in row)
+    most = max(filter(math.isfinite, sizes), default=0.0) or 1.0
     scale = Scale(-most, most, f"change of {old[0].scale.name}")
     panels = tuple(
         replace(

@@ -261,6 +261,26 @@ def test_what_is_printed_on_a_colour_reads(low, number):
         assert (light + 0.05) / (dark + 0.05) >= 4.5
 
 
+def test_a_number_that_is_none_has_no_colour():
+    grid = Grid(
+        [[0.5, float("nan")]], [Label("row")], [Label(0), Label(1)], ("row", "column"), Scale(0, 1, "x"), sparse=0.1
+    )
+    drawn = Picture("NaN", (grid,)).svg()
+    assert drawn.count("\u2715") == 1
+    assert "column 1: nan" in drawn
+    change = pictures.difference(Picture("a", (grid,)), Picture("b", (grid,)))
+    assert change.panels[0].scale.high == 1
+    assert "\u2715" in change.svg()
+
+
+def test_a_model_with_nan_is_pictured_as_it_is():
+    model = tiny(attn_implementation="eager")
+    with torch.no_grad():
+        model.layers[3].mlp._module.experts.down_proj[:] = torch.nan
+    for picture in (pictures.logit_lens(model, "abc", token=7), pictures.attention(model, "abc", 4)):
+        assert "\u2715" in picture.svg()
+
+
 def test_a_token_that_looks_like_markup():
     grid = Grid([[0.5]], [Label("<b>&")], [Label(0, "<script>")], ("row", "column"), Scale(0, 1, "x"))
     picture = Picture("a & b <i>", (grid,))
