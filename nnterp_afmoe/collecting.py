@@ -72,11 +72,14 @@ def collect(
     names = [values] if isinstance(values, str) else list(values)
     wanted = sorted(requests(model, names, layers), key=lambda request: request[0])
     root = type(model).values()
-    stop = bool(wanted) and wanted[-1][0] < model.rank("final_norm_output")
+    # An edit that the model carries may stand after the last value wanted, and has to find its place.
+    stop = bool(wanted) and wanted[-1][0] < model.rank("final_norm_output") and not model._edits
     found: dict[str, Any] = {name: None if name in root else {} for name in names}
     inputs: dict[str, Any] = {}
     with torch.no_grad(), model.trace(prompt) as tracer:
         inputs |= {name: read_input(model, name) for name in ("input_ids", "attention_mask")}
+        if inputs["input_ids"] is not None and not inputs["input_ids"].shape[-1]:
+            raise ValueError("collect needs a prompt: this one has no tokens")
         for _, layer, name in wanted:
             if layer is None:
                 found[name] = getattr(model, name)
@@ -121,9 +124,11 @@ def requests(
         if name not in answers:
             raise KeyError(f"{name!r} is not a value of the model or its blocks{near(name, [*answers, *root])}")
         missing = answers[name] or {}
-        if len(missing) == len(every):
+        if chosen is None and len(missing) == len(every):
             raise Unavailable(f"{name} is unavailable on every layer: {missing[0]}")
-        # On the layers asked for it has to be there, and `rank` says why where it is not.
+        for layer in chosen or ():
+            if layer in missing:
+                raise Unavailable(f"layers[{layer}].{name} is unavailable: {missing[layer]}")
         having = chosen if chosen is not None else [i for i in every if i not in missing]
         found += [(model.rank(name, layer), layer, name) for layer in having]
     return found

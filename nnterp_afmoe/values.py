@@ -148,13 +148,15 @@ class Value(eproperty):
         if self.view is not None:
             derived = self.view(obj, tensor)
             if isinstance(derived, torch.Tensor) and not derived.is_inference():
-                access.mediator.transform = watched(access, raw, derived)
+                access.mediator.transform = watched(access, raw, derived, lambda: self._refuse_edit(site.label))
             return derived
         view = self._to_layout(obj, tensor)
         if self.shared:
             view = view.clone()
         elif site.recomputed is None:
             if not separate(view, tensor):
+                if self.below is not None and open_views is None and not isinstance(view, FakeTensor):
+                    access.mediator.transform = watched(access, raw, view, lambda: self._refuse_range(access, view))
                 return view
             # A tensor of its own, since nnsight looks for the gradient of its slices elsewhere.
             view = view.view_as(view)
@@ -290,13 +292,25 @@ class Value(eproperty):
                 f"{what} on {current.device}; the tensor assigned is on {value.device}: "
                 f"move it with .to({self.name}.device)"
             )
+        self._refuse_range(access, value)
+        return value.to(current.dtype)
+
+    def _refuse_range(self, access: Access, value: torch.Tensor) -> None:
+        """Raise `WriteError` on integers that name nothing, which some kernels take and answer with garbage."""
         if self.below is not None and value.numel():
             low, high, end = int(value.min()), int(value.max()), access.host._axis(self.below)
             if low < 0 or high >= end:
                 raise WriteError(
-                    f"{what}, each from 0 to {end - 1} ({self.below}); the tensor assigned has {low} to {high}"
+                    f"{access.site.label} is {self.layout}, each from 0 to {end - 1} ({self.below}); "
+                    f"what was written has {low} to {high}"
                 )
-        return value.to(current.dtype)
+
+    def _refuse_edit(self, label: str) -> None:
+        """Raise `ReadOnly` on an edit of a derived tensor."""
+        raise ReadOnly(
+            f"{label} was edited in place, which reaches nothing: it is derived; "
+            f"assign the value it comes from, or edit a copy (.clone())"
+        )
 
 
 def current_mediator() -> Mediator | None:

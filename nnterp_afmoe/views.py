@@ -17,7 +17,6 @@ from nnsight.intervention.eproperty import WriteBack
 from nnsight.intervention.interleaver import Event, Mediator, Pending
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .errors import ReadOnly
 from .places import Place, Resolved
 
 if TYPE_CHECKING:
@@ -141,19 +140,19 @@ class Views(WriteBack):
         return value._fold(held)
 
 
-def watched(access: Access, raw: Any, derived: torch.Tensor) -> WriteBack:
-    """A write-back that changes nothing, and raises if a derived tensor was edited in place meanwhile."""
-    version = derived._version
+def watched(access: Access, raw: Any, given: torch.Tensor, edited: Callable[[], None]) -> WriteBack:
+    """A write-back that changes nothing, and calls ``edited`` if what a reader was given was edited in place meanwhile.
 
-    def unchanged() -> Any:
-        if derived._version != version:
-            raise ReadOnly(
-                f"{access.site.label} was edited in place, which reaches nothing: it is derived; "
-                f"assign the value it comes from, or edit a copy (.clone())"
-            )
+    Under inference mode a tensor keeps no version to tell by, so ``edited`` is called as if it was.
+    """
+    version = None if given.is_inference() else given._version
+
+    def issue() -> Any:
+        if version is None or given._version != version:
+            edited()
         return raw
 
-    return WriteBack(unchanged, derived, None, access.site.location, access.occurrence)
+    return WriteBack(issue, given, None, access.site.location, access.occurrence)
 
 
 def ask(event: Event, location: str, occurrence: int, *value: Any) -> Any:

@@ -192,3 +192,29 @@ def test_get_topk_closest_tokens(build, ids):
 
     with pytest.raises(ValueError, match="no tokenizer"):
         StandardizedTransformer(tiny_module()).get_topk_closest_tokens(stream)
+
+
+@torch.no_grad()
+def test_an_edit_that_lies_after_the_last_value_wanted():
+    model = tiny()
+    with model.edit() as (_, edited):
+        edited.layers[4].mlp.routed_output[:] = 0
+        edited.logits[:] = 0
+    plain, found = (
+        each.collect("A prompt", ["layer_mid", "mlp.expert_weights"], layers=[2]) for each in (model, edited)
+    )
+    assert torch.equal(plain["layer_mid"][2], found["layer_mid"][2])
+    assert not edited.collect("A prompt", "logits")["logits"].any()
+
+
+@pytest.mark.parametrize("prompt", ["", torch.zeros(1, 0, dtype=torch.long)])
+def test_a_prompt_without_tokens(prompt):
+    with pytest.raises(ValueError, match="collect needs a prompt"):
+        tiny().collect(prompt, "layer_output")
+
+
+def test_a_layer_that_lacks_it_says_why():
+    with pytest.raises(
+        Unavailable, match=r"^layers\[0\].mlp.router_logits is unavailable: a dense block has no router"
+    ):
+        tiny().collect("A prompt", "mlp.router_logits", layers=[2, 0])

@@ -282,7 +282,7 @@ def test_an_assignment_in_the_wrong_place(build, ids):
 @torch.no_grad()
 def test_numbers_that_name_no_expert_or_token(build, ids):
     model = build()
-    with pytest.raises(WriteError, match=r"each from 0 to 6 \(num_experts\); the tensor assigned has 0 to 7"):
+    with pytest.raises(WriteError, match=r"each from 0 to 6 \(num_experts\); what was written has 0 to 7"):
         with model.trace(ids):
             wrong = model.layers[3].mlp.expert_indices * 0
             wrong[0, 0, 0] = 7
@@ -291,9 +291,36 @@ def test_numbers_that_name_no_expert_or_token(build, ids):
         model.input_ids = ids + 1000
     eager = tiny(experts_implementation="eager")
     with eager.trace(ids):
-        eager.layers[3].mlp.expert_indices[0, 0, 0] = 7  # transformers' mark of a slot that is left out
+        arguments, _ = eager.layers[3].mlp.experts.inputs
+        arguments[1][0, 0] = 7  # transformers' own mark of a slot that is left out
         left_out = eager.layers[3].mlp.expert_outputs[0, 0, 0].save()
     assert (left_out == 0).all()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize("wrong", [-1, 7, 99])
+def test_in_place_numbers_that_name_no_expert_or_token(build, ids, wrong, mode):
+    """Some experts kernels take them and answer with garbage."""
+    model = build()
+    with mode():
+        with pytest.raises(WriteError, match=rf"layers\[3\].*each from 0 to 6 \(num_experts\); .* has .*{wrong}"):
+            with model.trace(ids):
+                model.layers[3].mlp.expert_indices[:, -1] = wrong
+                model.logits.save()
+        with pytest.raises(WriteError, match=r"each from 0 to 6"), model.trace() as tracer:
+            with tracer.invoke(ids[:1]):
+                model.layers[3].mlp.expert_indices[:] = wrong
+            with tracer.invoke(ids[1:]):
+                model.logits.save()
+        with pytest.raises(WriteError, match=r"input_ids is .*each from 0 to 260"), model.trace(ids):
+            model.input_ids[:] = wrong * 1000
+            model.logits.save()
+        with model.trace(ids):
+            model.layers[3].mlp.expert_indices[:] = torch.tensor([6, 0, 3])
+            weights = model.layers[3].mlp.expert_weights.save()
+            edited = model.layers[3].mlp.routed_output.save()
+        assert weights.shape == (2, 13, 3)
+        assert edited.isfinite().all()
 
 
 @torch.no_grad()
