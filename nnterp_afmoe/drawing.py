@@ -134,12 +134,15 @@ class Grid:
     def draw(self, parent: ElementTree.Element, x: float, y: float) -> tuple[float, float]:
         """Draw it with its corner at ``x``, ``y``; returns where it ends."""
         width, height = self.cell
-        left = x + 8 + 6.2 * max(len(str(label)) for label in self.rows)
-        turned = max(len(str(label)) for label in self.columns) * 6.2 > width - 2
-        above = 6 + 5.2 * max(len(str(label)) for label in self.columns) if turned else 14
+        corner = f"{self.axes[0]} \u2193 {self.axes[1]} \u2192"
+        left = x + 8 + max(6.2 * max(len(str(label)) for label in self.rows), 5.6 * len(corner))
+        longest = max(len(str(label)) for label in self.columns)
+        turned = longest * 6.2 > width - 2
+        above = 12 + 6.4 * longest if turned else 14
         top = y + (18 if self.title else 0) + above
         if self.title:
             text(parent, x, y + 12, self.title, weight="bold")
+        text(parent, left - 5, top - 4, corner, anchor="end", size=9)
         for c, label in enumerate(self.columns):
             at = left + width * (c + 0.5)
             if turned:
@@ -156,7 +159,7 @@ class Grid:
                     parent, "rect", x=left + width * start, y=top + height * r, height=height - 1, fill="url(#out)"
                 )
                 hatch.set("width", f"{width * length - 1}")
-                shape(hatch, "title").text = f"{self.axes[0]} {label}: out of reach"
+                shape(hatch, "title").text = legal(f"{self.axes[0]} {label}: out of reach")
             for c, column in enumerate(self.columns):
                 number = self.values[r][c]
                 if (self.shaded is not None and self.shaded[r][c]) or (self.sparse and abs(number) < self.sparse):
@@ -167,7 +170,7 @@ class Grid:
                 cell = shape(parent, "rect", fill=fill, **({} if known else {"stroke": "currentColor"}), **box)
                 where = f"{self.axes[0]} {label}, {self.axes[1]} {column}"
                 extra = "".join(f", {name} {more[r][c]}" for name, more in self.more.items())
-                shape(cell, "title").text = f"{where}: {shown(number)}{extra}"
+                shape(cell, "title").text = legal(f"{where}: {shown(number)}{extra}")
                 said = (self.texts[r][c] if self.texts is not None else "") if known else "\u2715"
                 if said:
                     at = left + width * (c + 0.5) - 0.5, top + height * (r + 0.5) + 3
@@ -179,8 +182,9 @@ class Grid:
             for r, number in enumerate(self.beside):
                 at = {"x": right + 6, "y": top + height * r + 2, "height": height - 5}
                 shape(parent, "rect", width=40, fill="none", stroke="currentColor", **at)
-                bar = shape(parent, "rect", width=round(40 * number, 1), fill="currentColor", **at)
-                shape(bar, "title").text = f"{self.axes[0]} {self.rows[r]}: {self.beside_name} {shown(number)}"
+                full = min(1.0, max(0.0, number)) if math.isfinite(number) else 0.0
+                bar = shape(parent, "rect", width=round(40 * full, 1), fill="currentColor", **at)
+                shape(bar, "title").text = legal(f"{self.axes[0]} {self.rows[r]}: {self.beside_name} {shown(number)}")
             right += 60
         return max(right, x + 6.2 * len(self.title)) + 10, bottom + 6
 
@@ -230,7 +234,8 @@ class Bars:
     def draw(self, parent: ElementTree.Element, x: float, y: float) -> tuple[float, float]:
         """Draw it with its corner at ``x``, ``y``; returns where it ends."""
         high, low = max(*self.first, *self.second, self.cut), min(*self.first, *self.second, self.cut, 0.0)
-        left, top, tall, wide = x + 44, y + 24, 120, 30
+        wide = max(30, 20 + 7 * max(len(str(label)) for label in self.columns))
+        left, top, tall = x + 44, y + 24, 120
         floor = top + tall * high / ((high - low) or 1)
 
         def at(number: float) -> float:
@@ -288,7 +293,7 @@ class Picture:
     def svg(self, titled: bool = True) -> str:
         """The drawing, as an SVG element with its notes; with its title above, unless a page gives it."""
         root = ElementTree.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "role": "img", "style": FONT})
-        shape(root, "title").text = self.title
+        shape(root, "title").text = legal(self.title)
         pattern = shape(shape(root, "defs"), "pattern", id="out", width=5, height=5, patternUnits="userSpaceOnUse")
         shape(pattern, "path", d="M0 5L5 0", stroke="#808080")
         y, widest = 4.0, 0.0
@@ -366,6 +371,8 @@ def difference(before: Picture, after: Picture) -> Picture:
         ValueError: the two do not have the same panels, rows and columns, or their cells are of different things.
     """
     pictures = (before, after)
+    if not all(isinstance(picture, Picture) for picture in pictures):
+        raise TypeError(f"a difference is of two pictures, not of {type(before).__name__} and {type(after).__name__}")
     old, new = ([panel for panel in picture.panels if isinstance(panel, Grid)] for picture in pictures)
     reasons = [grid.incomparable for grid in (*old, *new) if grid.incomparable]
     if reasons or len(old) < len(before.panels) or [frame(grid) for grid in old] != [frame(grid) for grid in new]:
@@ -418,6 +425,14 @@ def runs(flags: Sequence[bool]) -> list[tuple[int, int]]:
     return found
 
 
+def legal(content: str) -> str:
+    """A text without the characters that XML has no place for."""
+    return "".join(
+        c if c in "\t\n" or (c >= " " and c not in "\ufffe\uffff" and not "\ud800" <= c <= "\udfff") else "\ufffd"
+        for c in content
+    )
+
+
 def signed(number: float) -> str:
     """A change in two digits, or nothing where it would read as zero."""
     return f"{number:+.2f}" if abs(number) >= 0.005 else ""
@@ -449,7 +464,7 @@ def text(
         attributes["font-weight"] = weight
     if turn:
         attributes["transform"] = f"rotate({turn} {x:.1f} {y:.1f})"
-    shape(parent, "text", **attributes).text = content
+    shape(parent, "text", **attributes).text = legal(content)
 
 
 def legend(parent: ElementTree.Element, x: float, y: float, scale: Scale) -> tuple[float, float]:

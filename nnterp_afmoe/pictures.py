@@ -7,11 +7,12 @@ with them. What is too large to read is cut, and the picture says so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from einops import rearrange, reduce
+from einops import rearrange
 
 from .drawing import Bars, Grid, Label, Picture, Scale, difference
 
@@ -60,7 +61,7 @@ def routing(model: StandardizedTransformer, prompt: Any, layers: int | Sequence[
         scale,
         texts=[[str(token[0]) for token in experts[layer]] for layer in order],
         more={"experts": list(experts.values()), "weights": [rounded(sorted_weights[layer]) for layer in order]},
-        cell=(24, 18),
+        cell=(max(24, 10 + 6 * len(str(model.num_experts - 1))), 18),
         incomparable="the first expert of one run may be another in the other; subtract expert_load",
     )
     return Picture("Routing, by token and layer: the expert that weighs most", (grid,), (*notes, *more))
@@ -75,6 +76,7 @@ def expert_load(model: StandardizedTransformer, prompts: Any, layers: int | Sequ
         layers: Mixture blocks, negative from the end; all by default.
     """
     found = model.collect(prompts, ["mlp.expert_indices"], layers)
+    refuse_no_layer(found["mlp.expert_indices"], layers)
     kept, notes = cut(list(found["mlp.expert_indices"]), MOST_LAYERS, "layers")
     loads = {}
     for layer in kept:
@@ -105,45 +107,46 @@ def expert_choice(model: StandardizedTransformer, prompt: Any, layer: int, token
         model: A model with mixtures.
         prompt: One prompt: a string, or ``[1 seq]`` token ids.
         layer: A mixture block.
-        token: The token whose scores are drawn; negative counts from the end.
+        token: The position whose scores are drawn; negative counts from the end.
     """
-    (layer,) = model._indices(layer)
+    layer = one_layer(model, layer)
     found = one_prompt(model, prompt, ["mlp.router_logits", "mlp.expert_indices", "mlp.expert_weights"], layer)
     scores = found["mlp.router_logits"][layer][0].float().sigmoid()
     router: Any = model.layers[layer].mlp._module
     bias = router.expert_bias.float()
     indices, weights = found["mlp.expert_indices"][layer][0], found["mlp.expert_weights"][layer][0]
-    position = range(len(scores))[token]
-    biased = scores + bias
-    order = biased[position].argsort(descending=True)
-    experts, notes = cut(order.tolist(), MOST_BARS, "experts by score + bias")
-    chosen = {
-        expert: weight for expert, weight in zip(indices[position].tolist(), weights[position].tolist(), strict=True)
-    }
-    ranked = biased[position].sort(descending=True).values
-    between = (ranked[model.top_k - 1] + ranked[min(model.top_k, len(ranked) - 1)]).item() / 2
     texts = decoded(model, found)
+    (position,) = chosen_of(token, len(scores), "token", "the prompt", "tokens")
+    biased = scores + bias
+    ranked, order = biased[position].sort(descending=True)
+    experts, notes = cut(order.tolist(), MOST_BARS, "experts by score + bias")
+    taken = dict(zip(indices[position].tolist(), weights[position].tolist(), strict=True))
+    between = (ranked[model.top_k - 1] + ranked[min(model.top_k, len(ranked) - 1)]).item() / 2
     bars = Bars(
         [scores[position, expert].item() for expert in experts],
         [biased[position, expert].item() for expert in experts],
         ("score", "score + bias"),
         [Label(expert) for expert in experts],
         "expert",
-        [expert in chosen for expert in experts],
+        [expert in taken for expert in experts],
         between,
         title=f"Token {position}, {texts[position]!r}: experts by score + bias",
         panel={"layer": layer, "token": position},
-        more={"bias": bias[experts].tolist(), "weight": [chosen.get(expert, 0.0) for expert in experts]},
+        more={"bias": bias[experts].tolist(), "weight": [taken.get(expert, 0.0) for expert in experts]},
     )
-    unbiased = scores.topk(model.top_k).indices
-    changes = []
-    for at in range(len(scores)):
-        with_, without = set(indices[at].tolist()), set(unbiased[at].tolist())
-        if with_ != without:
-            changes.append((at, sorted(with_ - without), sorted(without - with_)))
+    with_bias, without = (sorted_choice(each, model.top_k) for each in (biased, scores))
+    changes = [
+        (at, sorted(set(now) - set(then)), sorted(set(then) - set(now)))
+        for at, (now, then) in enumerate(zip(with_bias, without, strict=True))
+        if now != then
+    ]
     notes += (f"The bias changed the choice of {len(changes)} of {len(scores)} tokens.",)
+    edited = sum(sorted(row) != now for row, now in zip(indices.tolist(), with_bias, strict=True))
+    if edited:
+        notes += (f"{edited} tokens go through other experts than score + bias says: this run was edited.",)
     changes, more = cut(changes, MOST_TOKENS, "tokens whose choice changed")
     moved = [[came for _, came, _ in changes], [gone for _, _, gone in changes]]
+    said = [[" ".join(map(str, experts)) for experts in row] for row in moved]
     grid = Grid(
         [[float(len(experts)) for experts in row] for row in moved],
         [Label("in by the bias"), Label("out by the bias")],
@@ -152,38 +155,35 @@ def expert_choice(model: StandardizedTransformer, prompt: Any, layer: int, token
         Scale(0.0, float(model.top_k), "experts changed"),
         title="The tokens whose choice the bias changed",
         panel={"layer": layer},
-        texts=[[" ".join(map(str, experts)) for experts in row] for row in moved],
+        texts=said,
         more={"experts": moved},
-        cell=(14 + 12 * max((len(came) for _, came, _ in changes), default=1), 18),
+        cell=(12 + 6 * max((len(words) for row in said for words in row), default=1), 18),
     )
     panels = (bars, grid) if changes else (bars,)
     return Picture(f"Why these experts: layer {layer}", panels, (*notes, *more))
 
 
-def attention(model: StandardizedTransformer, prompt: Any, layer: int, heads: Sequence[int] | None = None) -> Picture:
+def attention(model: StandardizedTransformer, prompt: Any, layer: int, heads: Any = None) -> Picture:
     """A block's patterns, head by head, each beside the strength of its gate; what a window hides is hatched.
 
-    The heads that share keys and values stand in a row. A gate's strength is its mean over the
-    head's channels, at the token that asks.
+    The heads that share keys and values stand in a row. A gate's strength is how much of the head's
+    output it lets through at the token that asks, ``|attention_premix| / |attention_head_outputs|``.
 
     Args:
         model: A model under ``attn_implementation="eager"``.
         prompt: One prompt: a string, or ``[1 seq]`` token ids.
         layer: The block.
-        heads: These heads only; all by default.
+        heads: A head, or several, or a slice; all by default.
 
     Raises:
         Unavailable: another attention implementation keeps the pattern inside its kernel.
     """
-    (layer,) = model._indices(layer)
-    names = ["self_attn.attention_probabilities", "attention_norm_output"]
+    layer = one_layer(model, layer)
+    names = [f"self_attn.attention_{name}" for name in ("probabilities", "head_outputs", "premix")]
     found = one_prompt(model, prompt, names, layer)
-    block = model.layers[layer]
-    pattern = found[names[0]][layer][0].float()
-    with torch.no_grad():
-        gate = block.self_attn.gate_proj(found[names[1]][layer]).sigmoid()[0]
-    strength = reduce(gate.float(), "seq (head d) -> head seq", "mean", head=model.num_heads)
-    wanted = list(range(model.num_heads)) if heads is None else [range(model.num_heads)[head] for head in heads]
+    pattern, mixed, gated = (found[name][layer][0].float() for name in names)
+    strength = rearrange(gated.norm(dim=-1) / mixed.norm(dim=-1), "seq head -> head seq")
+    wanted = chosen_of(slice(None) if heads is None else heads, model.num_heads, "heads", "the model", "heads")
     kept, notes = cut(wanted, MOST_HEADS, "heads")
     labels, more = token_labels(model, found)
     size = len(labels)
@@ -210,8 +210,10 @@ def attention(model: StandardizedTransformer, prompt: Any, layer: int, heads: Se
         for head in kept
     ]
     reach = f"sliding, {window} tokens with its own, rotary" if window is not None else "full, no rotary"
-    title = f"Attention of layer {layer} ({reach}): a row a KV head"
-    hatched = "Hatched: what the causal mask or the window hides. Bars: how far the gate is open."
+    title = f"Attention of layer {layer} ({reach}){': a row a KV head' if heads is None else ''}"
+    hatched = (
+        "Hatched: what the causal mask or the window hides. Bars: how much of the head's output its gate lets through."
+    )
     return Picture(title, tuple(panels), (hatched, *notes, *more), across=group if heads is None else 3)
 
 
@@ -244,7 +246,7 @@ def logit_lens(
         numbers.append((likely.max(-1).values if wanted is None else likely[:, wanted]).tolist())
         guesses.append([token_name(model, index) for index in likely.argmax(-1).tolist()])
     longest = min(8, max(len(guess) for row in guesses for guess in row))
-    of = "the likeliest token" if wanted is None else repr(token_name(model, wanted))
+    of = "the likeliest token" if wanted is None else repr(token_text(model, wanted))
     grid = Grid(
         numbers,
         [Label(layer) for layer in kept],
@@ -266,39 +268,83 @@ def logit_lens(
 
 
 def one_prompt(model: StandardizedTransformer, prompt: Any, names: list[str], layers: Any) -> Collected:
-    """The values of one prompt's run; raises `ValueError` for several prompts."""
+    """The values of one prompt's run; raises `ValueError` for several, for a padded one, and for no layers."""
     found = model.collect(prompt, names, layers)
+    refuse_no_layer(found[names[0]], layers)
     rows = len(next(iter(found[names[0]].values())))
     if rows != 1:
         raise ValueError(f"a picture is of one prompt, and this is {rows}: draw them one by one")
+    if found.mask is not None and not found.mask.all():
+        raise ValueError("a picture is of a prompt without padding: leave out the tokens that the mask hides")
     return found
 
 
-def token_id(model: StandardizedTransformer, token: str | int) -> int:
-    """One token's id; raises `ValueError` for a string of several."""
-    if isinstance(token, int):
-        return token
-    if model.tokenizer is None:
-        raise ValueError(f"token={token!r}: this model has no tokenizer to read it with; give an id")
-    ids = model.tokenizer(token, add_special_tokens=False)["input_ids"]
-    if len(ids) != 1:
-        raise ValueError(
-            f"token={token!r} is {len(ids)} tokens, {model.tokenizer.convert_ids_to_tokens(ids)}; give one"
-        )
-    return ids[0]
+def refuse_no_layer(read: dict, layers: Any) -> None:
+    """Raise `ValueError` where no layer was read."""
+    if not read:
+        raise ValueError(f"layers={layers!r} names no layer to draw")
+
+
+def one_layer(model: StandardizedTransformer, layer: Any) -> int:
+    """A layer's index; raises `TypeError` for anything but one."""
+    if not isinstance(layer, int):
+        raise TypeError(f"layer={layer!r}: this picture is of one layer, given by its index")
+    return model._index(layer)
+
+
+def chosen_of(wanted: Any, length: int, name: str, whose: str, what: str) -> list[int]:
+    """One index, several, or a slice, each from 0; raises `IndexError` or `TypeError` for what is none."""
+    if isinstance(wanted, slice):
+        return list(range(length)[wanted])
+    several: list[Any] = list(wanted) if isinstance(wanted, Iterable) and not isinstance(wanted, str) else [wanted]
+    try:
+        indices = [operator.index(each) for each in several]
+    except TypeError:
+        raise TypeError(f"{name}={wanted!r}: give an index, counted from 0 or back from the end") from None
+    if not indices or any(not -length <= index < length for index in indices):
+        raise IndexError(f"{name}={wanted!r}: {whose} has {length} {what}, 0 to {length - 1}")
+    return [index % length for index in indices]
+
+
+def sorted_choice(scores: torch.Tensor, top_k: int) -> list[list[int]]:
+    """The experts of the largest scores, by token, in order of their numbers."""
+    return scores.topk(top_k).indices.sort(-1).values.tolist()
+
+
+def token_id(model: StandardizedTransformer, token: Any) -> int:
+    """One token's id; raises `TypeError` or `ValueError` for what is not one."""
+    if isinstance(token, str):
+        if model.tokenizer is None:
+            raise ValueError(f"token={token!r}: this model has no tokenizer to read it with; give an id")
+        ids = model.tokenizer(token, add_special_tokens=False)["input_ids"]
+        if len(ids) == 1:
+            return ids[0]
+        blank = model.tokenizer(f" {token}", add_special_tokens=False)["input_ids"]
+        hint = f"; {f' {token}'!r}, with its blank, is one" if len(blank) == 1 else "; give one"
+        raise ValueError(f"token={token!r} is {len(ids)} tokens, {model.tokenizer.convert_ids_to_tokens(ids)}{hint}")
+    if isinstance(token, bool) or not isinstance(token, int):
+        raise TypeError(f"token={token!r}: give a string of one token, or an id")
+    if not 0 <= token < model.vocab_size:
+        raise ValueError(f"token={token}: the vocabulary has {model.vocab_size} tokens, 0 to {model.vocab_size - 1}")
+    return token
+
+
+def token_text(model: StandardizedTransformer, token: int) -> str:
+    """A token as it reads, its blanks and all."""
+    return str(token) if model.tokenizer is None else str(model.tokenizer.decode([token]))
 
 
 def token_name(model: StandardizedTransformer, token: int) -> str:
-    """A token as it reads, blanks made visible."""
-    if model.tokenizer is None:
-        return str(token)
-    text = str(model.tokenizer.decode([token]))
-    return text.strip() or repr(text)
+    """A token for a narrow cell: without the blanks around it, what does not print escaped."""
+    text = token_text(model, token)
+    return text.strip() if text.strip() and text.strip().isprintable() else repr(text)[1:-1]
 
 
 def decoded(model: StandardizedTransformer, found: Collected) -> list[str]:
-    """The one prompt's tokens."""
-    assert found.input_ids is not None
+    """The one prompt's tokens; its positions where it was given as embeddings."""
+    if found.input_ids is None:
+        first = next(iter(found.values()))
+        return [str(position) for position in range(next(iter(first.values())).shape[1])]
     return [token_name(model, token) for token in found.input_ids[0].tolist()]
 
 

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from einops import rearrange
+from einops import einsum, rearrange, repeat
 
 from nnterp_afmoe import StandardizedTransformer, Unavailable, pictures
 from nnterp_afmoe.drawing import Grid, Label, Picture, Scale
@@ -23,15 +23,17 @@ def model():
 @pytest.fixture(scope="module")
 def bare(model):
     """What the bare model did with the prompt, by torch's own hooks."""
-    seen = {"router": {}, "gate": {}}
+    seen = {"router": {}, "gate": {}, "value": {}}
     handles = []
     for i, layer in enumerate(model._module.model.layers):
         if layer.moe_enabled:
             handles.append(
                 layer.mlp.router.register_forward_hook(lambda _, __, out, i=i: seen["router"].update({i: out}))
             )
-        gate = layer.self_attn.gate_proj
-        handles.append(gate.register_forward_hook(lambda _, __, out, i=i: seen["gate"].update({i: out})))
+        for name, module in (("gate", layer.self_attn.gate_proj), ("value", layer.self_attn.v_proj)):
+            handles.append(
+                module.register_forward_hook(lambda _, __, out, i=i, name=name: seen[name].update({i: out[0]}))
+            )
     ids = torch.tensor([model.tokenizer(PROMPT)["input_ids"]])
     with torch.no_grad():
         out = model._module(ids, output_attentions=True, output_hidden_states=True)
@@ -98,20 +100,42 @@ def test_expert_choice(model, bare, token):
 def test_attention(model, bare, layer):
     picture = pictures.attention(model, PROMPT, layer)
     pattern = bare["attentions"][layer][0]
-    gate = rearrange(bare["gate"][layer].sigmoid()[0], "seq (head d) -> head seq d", head=6).mean(-1)
+    gate = rearrange(bare["gate"][layer].sigmoid(), "seq (head d) -> head seq d", head=6)
+    values = repeat(bare["value"][layer], "key (kv d) -> (kv group) key d", kv=2, group=3)
+    mixed = einsum(pattern, values, "head query key, head key d -> head query d")
+    through = (mixed * gate).norm(dim=-1) / mixed.norm(dim=-1)
     seen = torch.zeros_like(pattern)
     for record in picture.table:
         head, query, key = record["head"], record["query"], record["key"]
         seen[head, query, key] = record["attention"]
         assert record["kv_head"] == head // 3
-        assert record["gate"] == pytest.approx(gate[head, query].item(), rel=1e-4)
+        assert record["gate"] == pytest.approx(through[head, query].item(), rel=1e-4)
     torch.testing.assert_close(seen, pattern, atol=1e-6, rtol=1e-5)
     reach = {record["query"] - record["key"] for record in picture.table}
     assert reach == set(range(12)) if layer == 1 else reach == set(range(len(pattern[0])))
     assert picture.across == 3
 
 
+def test_an_edited_gate_is_seen(model):
+    with model.edit() as (_, edited):
+        edited.layers[1].self_attn.gate_proj.output[:] = -30
+    table = pictures.attention(edited, PROMPT, 1).table
+    assert max(record["gate"] for record in table) < 1e-6
+
+
+def test_edited_experts_are_not_laid_to_the_bias(model):
+    with model.edit() as (_, edited):
+        edited.layers[3].mlp.expert_indices[:] = torch.tensor([0, 1])
+    picture, plain = (pictures.expert_choice(each, PROMPT, 3) for each in (edited, model))
+    assert picture.notes[0] == plain.notes[0]
+    assert "this run was edited" in picture.notes[1]
+    assert len(plain.notes) == 1
+    assert {record["expert"] for record in picture.table if record.get("chosen")} == {0, 1}
+
+
 def test_attention_of_some_heads(model):
+    assert {record["head"] for record in pictures.attention(model, PROMPT, 1, heads=3).table} == {3}
+    assert {record["head"] for record in pictures.attention(model, PROMPT, 1, heads=slice(0, 2)).table} == {0, 1}
     assert {record["head"] for record in pictures.attention(model, PROMPT, -1, heads=[-1, 2]).table} == {5, 2}
 
 
@@ -171,10 +195,28 @@ def test_a_difference(model):
             lambda model: pictures.difference(*[pictures.expert_choice(model, "a b", 1)] * 2),
             "two pictures of the same grids",
         ),
+        (lambda model: pictures.logit_lens(model, "a", token="suki"), "' suki', with its blank, is one"),
+        (lambda model: pictures.logit_lens(model, "a", token=434), "the vocabulary has 434 tokens, 0 to 433"),
+        (lambda model: pictures.logit_lens(model, "a", token=True), "token=True: give a string of one token, or an id"),
+        (lambda model: pictures.logit_lens(model, "a", token=2.0), "token=2.0: give a string of one token, or an id"),
+        (lambda model: pictures.routing(model, "a", layers=[]), r"layers=\[\] names no layer to draw"),
+        (lambda model: pictures.expert_load(model, "a", layers=[]), r"layers=\[\] names no layer to draw"),
+        (lambda model: pictures.attention(model, "a", [1, 2]), r"layer=\[1, 2\]: this picture is of one layer"),
+        (lambda model: pictures.attention(model, "a", 1, heads=6), "heads=6: the model has 6 heads, 0 to 5"),
+        (lambda model: pictures.attention(model, "a", 1, heads=[]), r"heads=\[\]: the model has 6 heads"),
+        (lambda model: pictures.attention(model, "a", 1, heads="a"), "heads='a': give an index"),
+        (lambda model: pictures.expert_choice(model, "a b", 1, token=9), "token=9: the prompt has . tokens"),
+        (lambda model: pictures.expert_choice(model, "a", 1, token="a"), "token='a': give an index"),
+        (lambda model: pictures.routing(model, ""), "collect needs a prompt"),
+        (
+            lambda model: pictures.routing(model, {"input_ids": [[0, 5]], "attention_mask": [[0, 1]]}),
+            "a picture is of a prompt without padding",
+        ),
+        (lambda model: pictures.difference(1, 2), "a difference is of two pictures, not of int and int"),
     ],
 )
 def test_what_it_refuses(model, make, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((ValueError, TypeError, IndexError), match=words):
         make(model)
 
 
@@ -279,6 +321,20 @@ def test_a_model_with_nan_is_pictured_as_it_is():
         model.layers[3].mlp._module.experts.down_proj[:] = torch.nan
     for picture in (pictures.logit_lens(model, "abc", token=7), pictures.attention(model, "abc", 4)):
         assert "\u2715" in picture.svg()
+
+
+def test_a_token_that_does_not_print():
+    picture = pictures.logit_lens(tiny(), "a\x00b\x07 \n\u2028", token=7)
+    ElementTree.fromstring(picture.svg())
+    assert [label.text for label in picture.panels[0].columns][1] == r"\x00"
+    grid = Grid([[0.5]], [Label("\x06")], [Label(0, "\ud800")], ("row", "column"), Scale(0, 1, "x"))
+    ElementTree.fromstring(Picture("\x01", (grid,)).svg().encode())
+
+
+def test_embeddings_have_positions_for_tokens(model):
+    embeddings = torch.randn(1, 5, model.hidden_size)
+    picture = pictures.routing(model, {"inputs_embeds": embeddings})
+    assert [label.text for label in picture.panels[0].columns] == list("01234")
 
 
 def test_a_token_that_looks_like_markup():
