@@ -443,6 +443,7 @@ AFMOE = register(
             "top_k": lambda config: config.num_experts_per_tok,
         },
         traits=traits,
+        every_kind=(("dense", "sliding"), ("dense", "full"), ("mixture", "sliding"), ("mixture", "full")),
         callees={"attention_interface": attention_function, "experts_forward": experts_function},
         attn_implementations=attn_implementations,
         experts_implementations=experts_implementations,

@@ -268,20 +268,20 @@ MLP = (
         ("scores",),
         "+ bias, top k",
         "mlp.router",
-        "The bias helps to choose the experts of largest score plus bias.",
+        "The mixture's expert_bias is added, and the experts of largest score plus bias are chosen.",
         mixture_only,
     ),
     Part(
         "weigh",
         (3, 24),
-        ("scores",),
+        ("scores", "choose"),
         "scores / sum \u00d7 scale",
         "mlp.router",
         "The chosen experts' scores without the bias, normed to route_scale.",
         mixture_only,
     ),
     Part("mlp.expert_indices", (2, 25), ("choose",)),
-    Part("mlp.expert_weights", (3, 25), ("weigh", "choose")),
+    Part("mlp.expert_weights", (3, 25), ("weigh",)),
     Part(
         "experts",
         (2.5, 26),
@@ -290,6 +290,7 @@ MLP = (
         "mlp.experts",
         "Each chosen expert on mlp_input, times its weight.",
         mixture_only,
+        around=(("mlp_input", 1.955),),
     ),
     Part("mlp.expert_outputs", (2.5, 27), ("experts",)),
     Part("sum_slots", (2.5, 28), ("mlp.expert_outputs",), "sum", "", "Over the chosen experts.", mixture_only),
@@ -374,7 +375,7 @@ FIELDS = {
     "layer_types": "Which block slides and which attends to everything: this list decides, and it may be irregular.",
     "attention_dropout": "The pattern's dropout in training.",
     "mup_enabled": "Whether the embeddings are scaled by the root of hidden_size.",
-    "attention_bias": "Whether the attention's projections have biases.",
+    "attention_bias": "Whether q_proj, k_proj, v_proj and o_proj have biases; gate_proj never has one.",
     "bos_token_id": "The token that begins a text.",
     "eos_token_id": "The token that ends one.",
     "pad_token_id": "The token that fills a shorter row.",
@@ -419,7 +420,7 @@ NOTES = (
     Note(
         "Ablating an expert",
         "Zero its slots in expert_outputs on the tokens that chose it: its part is gone, and the others' weights stay what they were. To ask what the router "
-        "would have done without it, lower its bias in the router's arguments instead: another expert is chosen, and the weights are normed again. The two "
+        "would have done without it, lower its expert_bias among the router's arguments (mlp.router.inputs) instead: another expert is chosen, and the weights are normed again. The two "
         "answer different questions; say which was asked.",
     ),
 )

@@ -54,14 +54,16 @@ class Kind:
 
     Attributes:
         name: Its traits, ``"mixture, sliding"``.
-        mark: The sign it is told by.
-        index: Which kind it is, from 0.
+        mark: The sign it is told by, the same in every model of the family.
+        sign: The number of that sign, and of its colour.
+        index: Which of this model's kinds it is, from 0.
         layers: Its layers.
         rows: Its values, available or not.
     """
 
     name: str
     mark: str
+    sign: int
     index: int
     layers: tuple[int, ...]
     rows: tuple[Row, ...]
@@ -100,7 +102,8 @@ def describe(model: StandardizedTransformer, support: Support) -> Description:
             row(name, *here.get(name, (None, table[name])), reason, support.notes.get(name, ""))
             for name, reason in answers.items()
         )
-        kinds.append(Kind(", ".join(traits), MARKS[index % len(MARKS)], index, tuple(layers), rows))
+        sign = family.every_kind.index(traits)
+        kinds.append(Kind(", ".join(traits), MARKS[sign], sign, index, tuple(layers), rows))
     reasons = model._reasons(None)
     root = tuple(row(name, model, value, reasons[name], "") for name, value in type(model).values().items())
     return Description(family.name, family.architecture.__name__, facts(model, support), tuple(kinds), root)

@@ -57,6 +57,7 @@ class Family:
         block_call: Where the root's forward calls a block.
         axes: A named axis' length, from the config.
         traits: What kind of block this is, e.g. ``("mixture", "sliding")``, from config and index.
+        every_kind: Every kind of block that ``traits`` can name, in the order they are marked in print.
         callees: Functions that a forward looks up while it runs, by their name in it.
         attn_implementations: The attention implementations to list.
         experts_implementations: The experts implementations to list.
@@ -79,6 +80,7 @@ class Family:
     block_call: str
     axes: Mapping[str, Callable[[Any], int]]
     traits: Callable[[Any, int], tuple[str, ...]]
+    every_kind: tuple[tuple[str, ...], ...]
     callees: Mapping[str, Callable[[Case], Callable]]
     attn_implementations: Callable[[], list[str]]
     experts_implementations: Callable[[], list[str]]

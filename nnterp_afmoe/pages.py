@@ -41,7 +41,7 @@ class Card:
         name: The value's dotted name, or the part's.
         label: What is written on it.
         value: Whether it is a value.
-        host: The modules' name that carries the value: ``model``, ``block``, ``self_attn``, ...
+        host: What carries the value: ``model``, ``block``, ``self_attn``, ...; of a part, ``stream`` or ``steps``.
         layout: The layout's name and axes.
         sizes: The axes with the lengths the config fixes, by kind of block where they differ.
         does: What it is or does.
@@ -81,16 +81,21 @@ def page(model: StandardizedTransformer) -> str:
     described = describe(model, model.support())
     cards = {card.name: card for card in [*value_cards(model, described), *part_cards(model, schematic)]}
     hosts = ["model", *(host.at or "block" for host in family.hosts)]
+    flow = [part.name for part in (*schematic.stream, *schematic.block)]
     return template("page.html").render(
         model=described,
         config=fields(model, schematic),
         schematic=schematic,
         features=schematic.features(model.config),
         cards=cards,
-        hosts={host: [card for card in cards.values() if card.host == host] for host in dict.fromkeys(hosts)},
+        hosts={host: [cards[name] for name in flow if cards[name].host == host] for host in dict.fromkeys(hosts)},
         block=drawing(schematic.block, cards),
         printed=printed(model),
         layers=[next(kind for kind in described.kinds if layer in kind.layers) for layer in range(model.num_layers)],
+        first_with={
+            name: next((kind.layers[0] for kind in described.kinds if not card.missing[kind.index]), None)
+            for name, card in cards.items()
+        },
         style=Markup(asset("page.css")),
         script=Markup(asset("page.js")),
     )
@@ -194,7 +199,7 @@ def part_cards(model: StandardizedTransformer, schematic: Schematic) -> list[Car
             name=part.name,
             label=part.label,
             value=False,
-            host="",
+            host=host,
             layout="",
             sizes="",
             does=part.does,
@@ -205,7 +210,7 @@ def part_cards(model: StandardizedTransformer, schematic: Schematic) -> list[Car
             loaded="",
             missing=tuple(reason(part.missing, case) for case in cases),
         )
-        for parts, before in ((schematic.stream, ""), (schematic.block, "layers[{layer}]."))
+        for parts, before, host in ((schematic.stream, "", "stream"), (schematic.block, "layers[{layer}].", "steps"))
         for part in parts
         if part.label
     ]
@@ -252,19 +257,23 @@ def drawing(parts: tuple[Part, ...], cards: dict[str, Card]) -> Drawing:
     wires = []
     for part in parts:
         end = boxes[part.name]
-        for source in part.after:
+        for source, lane in (*((source, None) for source in part.after), *part.around):
             start = boxes[source]
             # A value that can't be read is still computed; only a step that is not taken cuts the flow.
             cuts = tuple(box.part.name for box in (start, end) if not box.card.value and not box.part.bypassed)
-            wires.append((source, part.name, path(start, end), cuts))
+            wires.append((source, part.name, path(start, end, lane), cuts))
     width = max(box.x for box in boxes.values()) + WIDTH + MARGIN
     height = max(box.y for box in boxes.values()) + HEIGHT + MARGIN
     return Drawing(tuple(boxes.values()), tuple(wires), width, height, (WIDTH, HEIGHT))
 
 
-def path(start: Box, end: Box) -> str:
-    """From one box to the next: level where they stand side by side, else down, across, and down."""
+def path(start: Box, end: Box, lane: float | None) -> str:
+    """From one box to the next: level where they stand side by side, else down, across, and down, by a lane if one is given."""
     x0, x1 = start.x + WIDTH / 2, end.x + WIDTH / 2
+    if lane is not None:
+        turn = (ROW - HEIGHT) / 2
+        first, last = start.y + HEIGHT + turn, end.y - turn
+        return f"M{x0:g} {start.y + HEIGHT:g}V{first:g}H{MARGIN + COLUMN * lane:g}V{last:g}H{x1:g}V{end.y:g}"
     if start.y == end.y:
         edge = start.x + WIDTH if x1 > x0 else start.x
         return f"M{edge:g} {start.y + HEIGHT / 2:g}H{end.x if x1 > x0 else end.x + WIDTH:g}"

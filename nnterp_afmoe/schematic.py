@@ -29,6 +29,7 @@ class Part:
         does: What it does, in a sentence; of a value, what the table says.
         missing: Why a block lacks it, or ``None``; of a value, what `support` says.
         bypassed: Where a block lacks it the data goes on as it is.
+        around: Further parts whose data flows into it, each by the column along which its wire goes around.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Part:
     does: str = ""
     missing: Callable[[Case], str | None] | None = None
     bypassed: bool = False
+    around: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True)

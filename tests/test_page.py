@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import subprocess
+import sys
 from html import unescape
 from pathlib import Path
 
@@ -154,6 +156,36 @@ def test_a_family_without_a_page():
     object.__setattr__(model, "family", dataclasses.replace(FAMILIES["afmoe"], schematic=None))
     with pytest.raises(NotImplementedError, match="the AFMoE family declares no page"):
         model.page()
+
+
+def test_the_code_on_every_card_runs(tmp_path):
+    """Each value is read by its card's lines, and what was read is written back by them."""
+    model = tiny(attn_implementation="eager")
+    html = page(model)
+    cards = re.findall(r'data-card="([^"]+)".*?(?=data-card=|</main>)', html, re.DOTALL)
+    assert len(cards) == len(set(cards))
+    lines = [
+        "from nnterp_afmoe.testing import tiny",
+        "model = tiny(attn_implementation='eager')",
+        "prompt = 'some text'",
+    ]
+    for name, code in re.findall(
+        r'data-card="([^"]+)"(?:(?!data-card).)*?<pre class="code"[^>]*><code>(.*?)</code>', html, re.DOTALL
+    ):
+        text = unescape(re.sub(r"<[^>]+>", "", code))
+        read, _, write = text.partition("\n\n")
+        lines += [read, "new = value.clone()", write] if write else [read]
+        if name in BLOCK or name in MODEL:
+            assert f".{name}" in read
+            assert bool(write) == (name not in ("next_token_probs", "input_size")), name
+        lines.append(f"print({name!r})")
+    script = tmp_path / "cards.py"
+    script.write_text("\n".join(lines))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    never = {name for name in BLOCK if all(model.support(layer=layer)[name] for layer in range(model.num_layers))}
+    assert never == {"mlp.shared_experts.mlp_output"}
+    assert (set(BLOCK) | set(MODEL)) - never <= set(done.stdout.split())
 
 
 @pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])

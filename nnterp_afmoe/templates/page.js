@@ -13,7 +13,7 @@ const reason = (name) => JSON.parse(cards.get(name).dataset.missing)[kind()];
 
 function show() {
   get("which").textContent = state.layer;
-  get("kind").innerHTML = `<span class="mark k${kind()}">${MARKS[kind()]}</span> ${KINDS[kind()]}`;
+  get("kind").innerHTML = `<span class="mark k${SIGNS[kind()]}">${MARKS[kind()]}</span> ${KINDS[kind()]}`;
   slider.value = state.layer;
   slider.setAttribute("aria-valuetext", `block ${state.layer}, ${KINDS[kind()]}`);
   all(".ticks .mark").forEach((tick, layer) => tick.classList.toggle("now", layer === state.layer));
@@ -48,7 +48,14 @@ function pin(name) {
   close.addEventListener("click", () => toggle(name));
   const body = cards.get(name).cloneNode(true);
   body.removeAttribute("data-card");
-  for (const path of all(".path", body)) path.textContent = path.textContent.replace("{layer}", state.layer);
+  const why = reason(name);
+  for (const path of all(".path", body)) path.textContent = path.dataset.path.replace("{layer}", state.layer);
+  if (why) for (const code of all("pre.code", body)) {
+    const said = document.createElement("p");
+    said.className = "lacking";
+    said.textContent = `Not on block ${state.layer}: ${why}.`;
+    code.replaceWith(said);
+  }
   for (const line of all(".having li", body)) line.classList.toggle("here", Number(line.dataset.kind) === kind());
   for (const code of all("pre.code", body)) {
     const copy = document.createElement("button");
