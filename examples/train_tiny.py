@@ -335,7 +335,7 @@ BEHAVIOURS: dict[Any, float] = {
     held_out_loss: 1.3,
     induction: 0.9,
     retrieval: 0.9,
-    specialisation: 0.2,
+    specialisation: 0.25,
     facts: 0.9,
     sums: 0.9,
 }

@@ -24,6 +24,7 @@ def test_every_block_runs_in_the_order_of_its_page(page, tmp_path):
     script.write_text("\n".join(blocks))
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
     assert "print(error)" not in script.read_text() or done.stdout.strip()
 
 
