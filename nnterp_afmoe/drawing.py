@@ -155,10 +155,13 @@ class Grid:
         for r, label in enumerate(self.rows):
             text(parent, left - 5, top + height * (r + 0.5) + 4, str(label), anchor="end")
             for start, length in runs(self.shaded[r] if self.shaded is not None else ()):
-                hatch = shape(
-                    parent, "rect", x=left + width * start, y=top + height * r, height=height - 1, fill="url(#out)"
-                )
-                hatch.set("width", f"{width * length - 1}")
+                box = {
+                    "x": left + width * start,
+                    "y": top + height * r,
+                    "width": width * length - 1,
+                    "height": height - 1,
+                }
+                hatch = shape(parent, "rect", fill="url(#out)", **box)
                 shape(hatch, "title").text = legal(f"{self.axes[0]} {label}: out of reach")
             for c, column in enumerate(self.columns):
                 number = self.values[r][c]
@@ -243,7 +246,8 @@ class Bars:
 
         text(parent, x, y + 12, self.title, weight="bold")
         right = left + wide * len(self.columns)
-        for number in {high, 0.0, low} if low < -(high - low) / 10 else {high, 0.0}:
+        # A lowest number close to zero would be written over it.
+        for number in (high, 0.0, low) if low < -(high - low) / 10 else (high, 0.0):
             text(parent, left - 6, at(number) + 4, shown(number), anchor="end", size=9)
         for c, label in enumerate(self.columns):
             chosen, middle = self.marked[c], left + wide * (c + 0.5)
