@@ -262,6 +262,8 @@ def test_print(visit, screenshots):
     page.emulate_media(media="print")
     expect(page.locator("#filter")).to_be_hidden()
     expect(page.locator("#layer")).to_be_hidden()
+    card = page.locator('details[data-row="mlp.expert_weights"] .card')
+    assert card.bounding_box()["height"] > 50  # what is folded is printed all the same
     page.screenshot(path=screenshots / "print.png", full_page=True)
     page.pdf(path=screenshots / "print.pdf")
 
