@@ -359,7 +359,7 @@ def missing(measured: dict[str, float]) -> list[str]:
 # -- training ------------------------------------------------------------------------------
 
 
-def optimisers(model: Any) -> list[torch.optim.Optimizer]:
+def make_optimisers(model: Any) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the attention, AdamW for everything else.
 
     Muon takes one matrix at a time and the routed experts' are stored stacked. Were the shared
@@ -400,8 +400,8 @@ def train(out: Path, steps: int) -> dict[str, Any]:
     model.set_experts_implementation("eager")
     initialise(model)
     routing = Routing(model)
-    balancer, optimizers = BiasBalancer(routing), optimisers(model)
-    schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: rate(step, steps)) for each in optimizers]
+    balancer, optimisers = BiasBalancer(routing), make_optimisers(model)
+    schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: rate(step, steps)) for each in optimisers]
     data = batches(language, tokenizer, BATCH, REHEARSED)
     losses: list[float] = []
     start = time.perf_counter()
@@ -411,7 +411,7 @@ def train(out: Path, steps: int) -> dict[str, Any]:
         loss = model(ids, labels=ids, use_cache=False).loss
         (loss + BALANCE * balance_loss(routing, BATCH)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for each in (*optimizers, *schedules):
+        for each in (*optimisers, *schedules):
             each.step()
         model.zero_grad()
         balancer.step()

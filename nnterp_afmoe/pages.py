@@ -16,8 +16,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from markupsafe import Markup
-
 from .describing import Description, Row, describe, template
 from .support import block_values
 
@@ -96,8 +94,8 @@ def page(model: StandardizedTransformer) -> str:
             name: next((kind.layers[0] for kind in described.kinds if not card.missing[kind.index]), None)
             for name, card in cards.items()
         },
-        style=Markup(asset("page.css")),
-        script=Markup(asset("page.js")),
+        style=asset("page.css"),
+        script=asset("page.js"),
     )
 
 
