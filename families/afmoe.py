@@ -28,6 +28,7 @@ from transformers.models.afmoe.modeling_afmoe import (
     eager_attention_forward,
 )
 
+from nnterp_afmoe.families.afmoe_kinds import NO_DENSE, NO_ROUTER, is_dense, slides
 from nnterp_afmoe.families.afmoe_page import SCHEMATIC
 from nnterp_afmoe.family import Case, Family, check_layer_types, register
 from nnterp_afmoe.hosts import Host, Layers
@@ -53,16 +54,6 @@ __all__ = ["AFMOE", "Attention", "Block", "Dense", "Mixture", "SharedExpert"]
 
 
 # -- when a value exists ---------------------------------------------------------------
-
-
-def is_dense(config: Any, layer: int) -> bool:
-    """Whether block ``layer`` has a dense MLP."""
-    return layer < config.num_dense_layers
-
-
-def slides(config: Any, layer: int) -> bool:
-    """Whether block ``layer`` attends within the sliding window, and so has the rotary."""
-    return config.layer_types[layer] == "sliding_attention"
 
 
 def eager_attention(case: Case) -> str | None:
@@ -191,7 +182,7 @@ class Dense(Host):
 
     @staticmethod
     def absent(case: Case) -> str:
-        return "a mixture has no dense MLP"
+        return NO_DENSE
 
 
 class SharedExpert(Host):
@@ -296,7 +287,7 @@ class Mixture(Host):
     def absent(case: Case) -> str:
         mixtures = [i for i in range(case.config.num_hidden_layers) if not is_dense(case.config, i)]
         where = f"blocks {mixtures[0]} to {mixtures[-1]} are mixtures" if mixtures else "no block here is a mixture"
-        return f"a dense block has no router and no experts ({where})"
+        return f"{NO_ROUTER} ({where})"
 
     @property
     def num_experts(self) -> int:

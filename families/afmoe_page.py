@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from nnterp_afmoe.families.afmoe_kinds import NO_DENSE, NO_ROUTER, is_dense, slides
 from nnterp_afmoe.family import Case
 from nnterp_afmoe.schematic import Note, Part, Schematic
 
@@ -15,30 +16,26 @@ __all__ = ["SCHEMATIC"]
 
 def mixture_only(case: Case) -> str | None:
     """The router and the experts."""
-    return "a dense block has no router and no experts" if case.layer < case.config.num_dense_layers else None
+    return NO_ROUTER if is_dense(case.config, case.layer) else None
 
 
 def dense_only(case: Case) -> str | None:
     """A dense block's MLP."""
-    return None if case.layer < case.config.num_dense_layers else "a mixture has no dense MLP"
+    return None if is_dense(case.config, case.layer) else NO_DENSE
 
 
 def rotary(case: Case) -> str | None:
     """The rotary."""
-    slides = case.config.layer_types[case.layer] == "sliding_attention"
-    return (
-        None
-        if slides
-        else "a block with full attention has no rotary: its queries and keys leave the QK norm as they are"
-    )
+    if slides(case.config, case.layer):
+        return None
+    return "a block with full attention has no rotary: its queries and keys leave the QK norm as they are"
 
 
 def features(config: Any) -> list[str]:
     """What this config has."""
-    kinds = config.layer_types
-    full = sum(kind == "full_attention" for kind in kinds)
-    group = config.num_attention_heads // config.num_key_value_heads
     dense, layers = config.num_dense_layers, config.num_hidden_layers
+    full = sum(not slides(config, layer) for layer in range(layers))
+    group = config.num_attention_heads // config.num_key_value_heads
     lines = [
         f"{layers} blocks, each with two branches between two RMSNorms: the sandwich, a norm before and a norm after",
         f"{layers - full} blocks see the last {config.sliding_window} tokens, their own counted, with the rotary; {full} see all, without it",

@@ -34,6 +34,7 @@ class Row:
         layout: The layout's name; empty for something that is not a tensor.
         axes: Its axes, each with its length where the config fixes it: ``"hidden_size=1024"``.
         description: The table's line.
+        place: Where it is read, as the table writes it.
         access: ``"read/write"`` or ``"read"``.
         note: A caveat, or nothing.
         missing: Why this kind lacks it, or nothing.
@@ -43,6 +44,7 @@ class Row:
     layout: str
     axes: tuple[str, ...]
     description: str
+    place: str
     access: str
     note: str
     missing: str
@@ -115,9 +117,15 @@ def row(name: str, host: Any, value: Value, reason: str | None, note: str) -> Ro
     axes = tuple(
         axis if host is None or axis not in host._root.family.axes else f"{axis}={host._axis(axis)}" for axis in dims
     )
-    access = "read/write" if value.writable else "read"
     return Row(
-        name, value.layout.name if value.layout else "", axes, value.description or "", access, note, reason or ""
+        name=name,
+        layout=value.layout.name if value.layout else "",
+        axes=axes,
+        description=value.description or "",
+        place=str(value.place),
+        access="read/write" if value.writable else "read",
+        note=note,
+        missing=reason or "",
     )
 
 

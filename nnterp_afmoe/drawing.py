@@ -162,7 +162,7 @@ class Grid:
                     "height": height - 1,
                 }
                 hatch = shape(parent, "rect", fill="url(#out)", **box)
-                shape(hatch, "title").text = legal(f"{self.axes[0]} {label}: out of reach")
+                tooltip(hatch, f"{self.axes[0]} {label}: out of reach")
             for c, column in enumerate(self.columns):
                 number = self.values[r][c]
                 if (self.shaded is not None and self.shaded[r][c]) or (self.sparse and abs(number) < self.sparse):
@@ -173,7 +173,7 @@ class Grid:
                 cell = shape(parent, "rect", fill=fill, **({} if known else {"stroke": "currentColor"}), **box)
                 where = f"{self.axes[0]} {label}, {self.axes[1]} {column}"
                 extra = "".join(f", {name} {more[r][c]}" for name, more in self.more.items())
-                shape(cell, "title").text = legal(f"{where}: {shown(number)}{extra}")
+                tooltip(cell, f"{where}: {shown(number)}{extra}")
                 said = (self.texts[r][c] if self.texts is not None else "") if known else "\u2715"
                 if said:
                     at = left + width * (c + 0.5) - 0.5, top + height * (r + 0.5) + 3
@@ -187,7 +187,7 @@ class Grid:
                 shape(parent, "rect", width=40, fill="none", stroke="currentColor", **at)
                 full = min(1.0, max(0.0, number)) if math.isfinite(number) else 0.0
                 bar = shape(parent, "rect", width=round(40 * full, 1), fill="currentColor", **at)
-                shape(bar, "title").text = legal(f"{self.axes[0]} {self.rows[r]}: {self.beside_name} {shown(number)}")
+                tooltip(bar, f"{self.axes[0]} {self.rows[r]}: {self.beside_name} {shown(number)}")
             right += 60
         return max(right, x + 6.2 * len(self.title)) + 10, bottom + 6
 
@@ -260,7 +260,7 @@ class Bars:
                 f"{name} {shown(n[c])}" for name, n in zip(self.names, (self.first, self.second), strict=True)
             )
             extra = "".join(f", {name} {more[c]}" for name, more in self.more.items())
-            shape(bar, "title").text = f"{self.axis} {label}: {said}, {'chosen' if chosen else 'not chosen'}{extra}"
+            tooltip(bar, f"{self.axis} {label}: {said}, {'chosen' if chosen else 'not chosen'}{extra}")
             name = f"{label} \u2713" if chosen else str(label)
             text(parent, middle, top + tall + 16, name, anchor="middle", weight="bold" if chosen else "normal")
         line = {"stroke": "currentColor", "stroke-dasharray": "5 3"}
@@ -297,7 +297,7 @@ class Picture:
     def svg(self, titled: bool = True) -> str:
         """The drawing, as an SVG element with its notes; with its title above, unless a page gives it."""
         root = ElementTree.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "role": "img", "style": FONT})
-        shape(root, "title").text = legal(self.title)
+        tooltip(root, self.title)
         pattern = shape(shape(root, "defs"), "pattern", id="out", width=5, height=5, patternUnits="userSpaceOnUse")
         shape(pattern, "path", d="M0 5L5 0", stroke="#808080")
         y, widest = 4.0, 0.0
@@ -445,7 +445,12 @@ def signed(number: float) -> str:
 def shape(parent: ElementTree.Element, tag: str, **attributes: Any) -> ElementTree.Element:
     """A child element; numbers are rounded to what can be seen."""
     given = {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in attributes.items()}
-    return ElementTree.SubElement(parent, tag, {name: value for name, value in given.items()})
+    return ElementTree.SubElement(parent, tag, given)
+
+
+def tooltip(parent: ElementTree.Element, content: str) -> None:
+    """What is said of an element when it is pointed at."""
+    shape(parent, "title").text = legal(content)
 
 
 def text(

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-import operator
 import os
 import warnings
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +23,7 @@ from .describing import describe, template
 from .errors import LoadError, Unavailable
 from .family import Family
 from .hosts import Chooser, ValueHost
+from .indexing import counted
 from .interleaving import RunInterleaver, TokenBatcher
 from .interventions import Interventions
 from .layouts import Logits, NextTokenProbs, Residual, Tokens
@@ -417,17 +416,12 @@ class StandardizedTransformer(TransformersModel, Interventions, Ordering, ValueH
 
     def _indices(self, layers: Any) -> list[int]:
         """One layer or several, as indices; raises `IndexError` for one that is not there, `TypeError` for what is none."""
-        if isinstance(layers, slice):
-            return list(range(self.num_layers)[layers])
         if isinstance(layers, (str, bytes)):
             raise TypeError(f"layers={layers!r}: give a layer's index or several, not text")
-        several = layers.tolist() if isinstance(layers, torch.Tensor) else layers
-        several = list(several) if isinstance(several, Iterable) else [several]
-        indices = [operator.index(layer) for layer in several]
-        wrong = [layer for layer in indices if not -self.num_layers <= layer < self.num_layers]
+        indices, wrong = counted(layers, self.num_layers)
         if wrong:
             raise IndexError(f"layers={wrong}: the model has {self.num_layers} layers, 0 to {self.num_layers - 1}")
-        return [layer % self.num_layers for layer in indices]
+        return indices
 
     # -- what a value needs of its host -------------------------------------------------
 

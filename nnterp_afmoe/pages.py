@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .describing import Description, Row, describe, template
-from .support import block_values
+from .support import grouped
 
 if TYPE_CHECKING:
-    from .family import Case
+    from .family import Case, Family
     from .model import StandardizedTransformer
     from .schematic import Part, Schematic
     from .support import Support
@@ -76,8 +76,10 @@ def page(model: StandardizedTransformer) -> str:
     schematic = family.schematic
     if schematic is None:
         raise NotImplementedError(f"the {family.name} family declares no page")
-    described = describe(model, model.support())
-    cards = {card.name: card for card in [*value_cards(model, described), *part_cards(model, schematic)]}
+    support = model.support()
+    described = describe(model, support)
+    values = value_cards(described, implementations(family, support))
+    cards = {card.name: card for card in [*values, *part_cards(model, schematic)]}
     hosts = ["model", *(host.at or "block" for host in family.hosts)]
     flow = [part.name for part in (*schematic.stream, *schematic.block)]
     return template("page.html").render(
@@ -117,22 +119,17 @@ def asset(name: str) -> str:
 # -- cards ---------------------------------------------------------------------------------
 
 
-def value_cards(model: StandardizedTransformer, described: Description) -> list[Card]:
+def value_cards(described: Description, depends: dict[str, str]) -> list[Card]:
     """A card for every value of the family's table, and of the model."""
-    depends, places = implementations(model), where_read(model)
-    hosts = {host.dotted(name): host.at or "block" for host in model.family.hosts for name in host.values()}
-    cards = [
-        value_card([row] * len(described.kinds), row.name, "model", str(type(model).values()[row.name].place))
-        for row in described.root
-    ]
+    cards = [value_card([row] * len(described.kinds), row.name, "model") for row in described.root]
     for rows in zip(*(kind.rows for kind in described.kinds), strict=True):
         name = rows[0].name
-        path = f"layers[{{layer}}].{name}"
-        cards.append(value_card(rows, path, hosts[name], places[name], depends.get(name, "")))
+        host = name.rpartition(".")[0] or "block"
+        cards.append(value_card(rows, f"layers[{{layer}}].{name}", host, depends.get(name, "")))
     return cards
 
 
-def value_card(rows: Sequence[Row], path: str, host: str, place: str, loaded: str = "") -> Card:
+def value_card(rows: Sequence[Row], path: str, host: str, loaded: str = "") -> Card:
     """The card of one value, from its row on each kind of block."""
     having = [row for row in rows if not row.missing] or list(rows)
     sized = [row for row in having if any("=" in axis for axis in row.axes)] or having
@@ -144,7 +141,7 @@ def value_card(rows: Sequence[Row], path: str, host: str, place: str, loaded: st
         layout=having[0].layout,
         sizes=" or ".join(dict.fromkeys(" ".join(row.axes) for row in sized)),
         does="; ".join(dict.fromkeys(row.description for row in having)),
-        module=place,
+        module=" or ".join(dict.fromkeys(row.place for row in having)),
         path=f"model.{path}",
         access=having[0].access,
         note=rows[0].note,
@@ -153,38 +150,17 @@ def value_card(rows: Sequence[Row], path: str, host: str, place: str, loaded: st
     )
 
 
-def where_read(model: StandardizedTransformer) -> dict[str, str]:
-    """Where each value of a block is read, as the table writes it; where no block has it, where it would be."""
-    family, config = model.family, model.config
-    tried: dict[str, dict[str, bool]] = {}
-    for layers in family.kinds(config).values():
-        case = family.case(config, layers[0])
-        for name, (_, value) in block_values(model, case).items():
-            here = tried.setdefault(name, {})
-            here[str(value.place)] = here.get(str(value.place), False) or value.unavailable(case) is None
-    for host in family.hosts:
-        for name, value in host.values().items():
-            tried.setdefault(host.dotted(name), {str(value.place): False})
-    return {
-        name: " or ".join([place for place, there in places.items() if there] or places)
-        for name, places in tried.items()
-    }
-
-
-def implementations(model: StandardizedTransformer) -> dict[str, str]:
+def implementations(family: Family, support: Support) -> dict[str, str]:
     """The values that are there under some implementations only, and under which."""
-    family, found = model.family, {}
-    attention: dict[str, Support] = {
-        name: model.support(attn_implementation=name) for name in family.attn_implementations()
-    }
-    experts: dict[str, Support] = {
-        name: model.support(experts_implementation=name) for name in family.experts_implementations()
-    }
-    for keyword, answers in (("attn_implementation", attention), ("experts_implementation", experts)):
-        for value in model.support():
-            having = [name for name, answer in answers.items() if answer._has(value, range(model.num_layers))]
-            if 0 < len(having) < len(answers):
-                found[value] = f"there under {keyword}={' or '.join(map(repr, having))}"
+    found = {}
+    for keyword in ("attn_implementation", "experts_implementation"):
+        groups = grouped(support, keyword, getattr(support, keyword))
+        known = getattr(family, f"{keyword}s")()
+        for value in support:
+            having = {name for names, answer in groups if answer.anywhere(value) for name in names}
+            if 0 < len(having) < len(known):
+                listed = " or ".join(repr(name) for name in known if name in having)
+                found[value] = f"there under {keyword}={listed}"
     return found
 
 
@@ -299,15 +275,16 @@ def shown(value: Any) -> str:
 
 def printed(model: StandardizedTransformer) -> list[tuple[str, str, str]]:
     """The printout: each line's indentation, the rest of it, and the value that it shows, or nothing."""
-    lines, stack = [], []
+    values = [*type(model).values().values(), *(v for host in model.family.hosts for v in host.values().values())]
+    shown, lines, stack = {str(value) for value in values}, [], []
     for line in str(model).split("\n"):
-        indent = (len(line) - len(line.lstrip())) // 2
-        match = re.match(r"\(([\w-]+)\)", line.strip())
-        name = match[1] if match else ""
-        stack[indent - 1 :] = [name]
+        text = line.lstrip()
+        indent = (len(line) - len(text)) // 2
+        match = re.match(r"\(([\w-]+)\)", text)
+        stack[indent - 1 :] = [match[1] if match else ""]
         value = ""
-        if name and ("-> " in line.partition(":")[0] or line.strip().startswith("(input_size)")):
+        if text in shown:
             inside = stack[:indent]
             value = ".".join(inside[2:] if inside[0] == "layers" else inside)
-        lines.append((line[: len(line) - len(line.lstrip())], line.lstrip(), value))
+        lines.append((line[: len(line) - len(text)], text, value))
     return lines

@@ -7,14 +7,14 @@ with them. What is too large to read is cut, and the picture says so.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from einops import rearrange
 
 from .drawing import Bars, Grid, Label, Picture, Scale, difference
+from .indexing import counted
 
 if TYPE_CHECKING:
     from .collecting import Collected
@@ -187,7 +187,7 @@ def attention(model: StandardizedTransformer, prompt: Any, layer: int, heads: An
     kept, notes = cut(wanted, MOST_HEADS, "heads")
     labels, more = token_labels(model, found)
     size = len(labels)
-    window = model.config.sliding_window if model.config.layer_types[layer] == "sliding_attention" else None
+    window = model.config.sliding_window if "sliding" in model.family.traits(model.config, layer) else None
     position = torch.arange(size)
     behind = rearrange(position, "query -> query 1") - position
     out = (behind < 0) | (behind >= window) if window is not None else behind < 0
@@ -294,16 +294,13 @@ def one_layer(model: StandardizedTransformer, layer: Any) -> int:
 
 def chosen_of(wanted: Any, length: int, name: str, whose: str, what: str) -> list[int]:
     """One index, several, or a slice, each from 0; raises `IndexError` or `TypeError` for what is none."""
-    if isinstance(wanted, slice):
-        return list(range(length)[wanted])
-    several: list[Any] = list(wanted) if isinstance(wanted, Iterable) and not isinstance(wanted, str) else [wanted]
     try:
-        indices = [operator.index(each) for each in several]
+        indices, wrong = counted(wanted, length)
     except TypeError:
         raise TypeError(f"{name}={wanted!r}: give an index, counted from 0 or back from the end") from None
-    if not indices or any(not -length <= index < length for index in indices):
+    if wrong or not indices:
         raise IndexError(f"{name}={wanted!r}: {whose} has {length} {what}, 0 to {length - 1}")
-    return [index % length for index in indices]
+    return indices
 
 
 def sorted_choice(scores: torch.Tensor, top_k: int) -> list[list[int]]:

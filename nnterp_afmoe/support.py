@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .model import StandardizedTransformer
     from .values import Value
 
-__all__ = ["Support", "block_values", "layer_support", "ranges"]
+__all__ = ["Support", "block_values", "grouped", "layer_support", "ranges"]
 
 
 def block_values(model: StandardizedTransformer, case: Case) -> dict[str, tuple[Host, Value]]:
@@ -102,8 +102,9 @@ class Support(Mapping[str, "dict[int, str] | None"]):
 
     # -- printing ------------------------------------------------------------------
 
-    def _has(self, name: str, layers: Iterable[int]) -> bool:
-        return any(self._layers[layer].get(name) is None for layer in layers)
+    def anywhere(self, name: str) -> bool:
+        """Whether any block has the value."""
+        return any(layer.get(name) is None for layer in self._layers)
 
     def __rich__(self) -> Table:
         return self._table()[0]
@@ -139,7 +140,7 @@ class Support(Mapping[str, "dict[int, str] | None"]):
                 answers = dict.fromkeys(self._layers[layer][name] for layer in layers)
                 cells.append(", ".join(mark(answer) for answer in answers))
             for support in alternatives:
-                cells.append("yes" if support._has(name, range(model.num_layers)) else "no")
+                cells.append("yes" if support.anywhere(name) else "no")
             label = f"{name} (+)" if name in self.notes else name
             table.add_row(label, *(Text(cell) for cell in cells))
         return table, reasons
@@ -178,10 +179,7 @@ def grouped(support: Support, keyword: str, current: str) -> list[tuple[list[str
     for name in [current, *(name for name in known if name != current)]:
         answer = support if name == current else Support(support._model, **{**fixed, keyword: name})
         for names, same in groups:
-            if all(
-                same._has(value, range(len(same._layers))) == answer._has(value, range(len(answer._layers)))
-                for value in answer
-            ):
+            if all(same.anywhere(value) == answer.anywhere(value) for value in answer):
                 names.append(name)
                 break
         else:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from nnterp_afmoe import StandardizedTransformer
+from nnterp_afmoe.testing import byte_tokenizer
 
 Key = str | tuple[int, str]
 
@@ -55,3 +57,20 @@ def apart(got: torch.Tensor, want: torch.Tensor) -> float:
     # Masked scores are the dtype's least number on both sides, give or take the score itself.
     both = (got.abs() > 1e30) & (want.abs() > 1e30) & (got.sign() == want.sign())
     return ((got - want).masked_fill(both, 0).abs().max() / scale).item()
+
+
+def trinity(name: str) -> StandardizedTransformer:
+    """A checkpoint's config, ``"nano"`` or ``"large"``, wrapped without weights."""
+    return StandardizedTransformer(str(Path(__file__).parent / "data" / f"trinity_{name}"), tokenizer=byte_tokenizer())
+
+
+def contrast(one: str, other: str) -> float:
+    """WCAG's contrast of two colours, each ``#rrggbb``."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)

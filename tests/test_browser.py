@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from helpers import trinity
 
 ROOT = Path(__file__).parent.parent
 CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
@@ -100,10 +101,7 @@ def test_every_value_is_drawn_listed_and_printed_and_nothing_else(visit, name):
 
 @pytest.mark.parametrize("name", PAGES)
 def test_slide_through_every_block(visit, name):
-    from nnterp_afmoe import StandardizedTransformer
-    from nnterp_afmoe.testing import byte_tokenizer
-
-    model = StandardizedTransformer(str(ROOT / "tests" / "data" / f"trinity_{name}"), tokenizer=byte_tokenizer())
+    model = trinity(name)
     page = visit(PAGES[name])
     slider = page.locator("#layer")
     slider.focus()
@@ -293,10 +291,7 @@ def shown(tmp_path, name, content):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_cards_of_a_notebook(visit, screenshots, tmp_path, scheme):
-    from nnterp_afmoe import StandardizedTransformer
-    from nnterp_afmoe.testing import byte_tokenizer
-
-    model = StandardizedTransformer(str(ROOT / "tests" / "data" / "trinity_nano"), tokenizer=byte_tokenizer())
+    model = trinity("nano")
     page = visit(shown(tmp_path, "cards", model._repr_html_()), color_scheme=scheme)
     for summary in page.locator("summary").all():
         summary.click()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import CONFIGS
+from helpers import contrast, trinity
 from transformers import AfmoeConfig, PreTrainedConfig
 
 import nnterp_afmoe
@@ -20,17 +21,13 @@ from nnterp_afmoe.cli import main
 from nnterp_afmoe.family import FAMILIES
 from nnterp_afmoe.pages import page
 from nnterp_afmoe.places import parse
-from nnterp_afmoe.testing import byte_tokenizer, tiny
+from nnterp_afmoe.testing import tiny
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "tests" / "data"
 FAMILY = families.AFMOE
 BLOCK = {host.dotted(name): value for host in FAMILY.hosts for name, value in host.values().items()}
 MODEL = StandardizedTransformer.values()
-
-
-def checkpoint(name):
-    return StandardizedTransformer(str(DATA / f"trinity_{name}"), tokenizer=byte_tokenizer())
 
 
 # -- the schematic -------------------------------------------------------------------------
@@ -109,12 +106,12 @@ def test_the_pages_of_the_docs_are_up_to_date(name, capsys):
 
 
 def test_the_words_are_the_tables():
-    text = unescape(page(checkpoint("nano")))
+    text = unescape(page(trinity("nano")))
     for value in {**BLOCK, **MODEL}.values():
         assert value.description in text
         assert str(value.place) in text
         assert str(value.layout or "").partition(" ")[0] in text
-    for name, reason in checkpoint("nano").support(layer=0).items():
+    for name, reason in trinity("nano").support(layer=0).items():
         assert reason is None or reason in text, name
     assert "there under attn_implementation='eager'" in text
     for layer in FAMILY.schematic.notes:
@@ -122,7 +119,7 @@ def test_the_words_are_the_tables():
 
 
 def test_the_state_of_every_kind_is_the_supports():
-    model = checkpoint("nano")
+    model = trinity("nano")
     html = page(model)
     for name in BLOCK:
         (said,) = re.findall(rf'data-card="{re.escape(name)}" data-label="[^"]*" data-missing="([^"]*)"', html)
@@ -142,7 +139,7 @@ def test_the_command(tmp_path, capsys):
     assert main(["page", folder, "-o", str(out), "--check"]) == 1
     assert "is not there" in capsys.readouterr().err
     assert main(["page", folder, "-o", str(out)]) == 0
-    assert out.read_text() == checkpoint("nano").page()
+    assert out.read_text() == trinity("nano").page()
     assert main(["page", folder, "-o", str(out), "--check"]) == 0
     out.write_text(out.read_text().replace("router", "rooter"))
     assert main(["page", folder, "-o", str(out), "--check"]) == 1
@@ -194,18 +191,11 @@ def test_every_colour_reads_on_what_it_stands_on(scheme):
     styles = (Path(nnterp_afmoe.__file__).parent / "templates" / "page.css").read_text()
     colours = dict(re.findall(r"--([\w]+): (#\w{6})", styles.split(":root")[scheme + 1]))
 
-    def luminance(colour):
-        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
     for ink in ("ink", "soft", "edge", "k0", "k1", "k2", "k3"):
         for paper in ("paper", "fill") if ink != "soft" else ("paper", "fill", "pin"):
-            light, dark = sorted((luminance(colours[ink]), luminance(colours[paper])), reverse=True)
-            assert (light + 0.05) / (dark + 0.05) >= 4.5, (ink, paper)
+            assert contrast(colours[ink], colours[paper]) >= 4.5, (ink, paper)
     for paper in ("value", "pin"):
-        light, dark = sorted((luminance(colours["ink"]), luminance(colours[paper])), reverse=True)
-        assert (light + 0.05) / (dark + 0.05) >= 4.5, paper
+        assert contrast(colours["ink"], colours[paper]) >= 4.5, paper
 
 
 # -- what a notebook shows -----------------------------------------------------------------
@@ -213,7 +203,7 @@ def test_every_colour_reads_on_what_it_stands_on(scheme):
 
 @pytest.mark.parametrize("name", ["nano", "large"])
 def test_a_notebook_shows_cards(name):
-    model = checkpoint(name)
+    model = trinity(name)
     html = model._repr_html_()
     assert len(html.encode()) <= 40_000
     assert "<script" not in html

@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from einops import einsum, rearrange, repeat
+from helpers import contrast
 
 from nnterp_afmoe import StandardizedTransformer, Unavailable, pictures
 from nnterp_afmoe.drawing import Grid, Label, Picture, Scale
@@ -293,14 +294,8 @@ def test_colour_is_never_alone(model):
 def test_what_is_printed_on_a_colour_reads(low, number):
     scale = Scale(low, 1.0, "x")
 
-    def luminance(colour):
-        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
     for value in (number, -number if low else number):
-        light, dark = sorted((luminance(scale.colour(value)), luminance(scale.ink(value))), reverse=True)
-        assert (light + 0.05) / (dark + 0.05) >= 4.5
+        assert contrast(scale.colour(value), scale.ink(value)) >= 4.5
 
 
 def test_a_number_that_is_none_has_no_colour():
